@@ -17,10 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from conf.children.running import ServerLost
 from conf.plain_text import safe_text
 from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
-from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
+from workers.devices import DeviceChoice, MemberAlone, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.task import RunAlone, RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
@@ -31,13 +32,11 @@ from workers.trial.server_client import (
     MpsDaemon,
     MpsUnavailable,
     RunningTrial,
-    ServerLost,
     TrialRun,
     TrialServer,
     kernel_oom_kills,
     kernels_missing,
     outcome_of,
-    startup_s,
 )
 
 _TICK_S = 0.1  # between checks of the deadline and new samples while a trial runs
@@ -75,6 +74,7 @@ class Worker:
             slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
         assert len(slots) == gpus, f"slot {slot_key} of {slots}"
         self.slots = slots
+        self._slot = slots[0]  # names the device of runs: the first of several GPUs of one model
         self._workers = workers
         self._nvml = None
         if self.device.sampled and self._slot.device_uuid is not None:
@@ -86,17 +86,8 @@ class Worker:
         self._mps: MpsDaemon | None = None
         self._prepared: tuple[Task, RunningTrial] | None = None  # the next trial, which waits to start
 
-    @property
-    def _slot(self) -> Slot:
-        """Return the slot that names the device of runs: the first, of several GPUs of one model."""
-        return self.slots[0]
-
-    def start(self) -> None:
-        """Start the trial server without waiting for it."""
-        self.server()
-
     def server(self) -> TrialServer:
-        """Return the trial server, started if there is none."""
+        """Return the trial server, started if there is none, without waiting for it."""
         if self._server is None:
             mps_environment = {} if self._mps is None else self._mps.environment
             self._server = TrialServer({**self._environment, **mps_environment})
@@ -162,12 +153,13 @@ class Worker:
         else:
             labels, samples = label_run(observed)
         kernels = self._kernels(task, observed)
+        began_ns = observed.warmup_ns if self.device.sampled else None  # virtual time has no start-up
         # The software that the trial reported replaces what its server knew.
         run = Run(
             **{**self._identity(task), **outcome, **labels},
             half_widths=observed.half_widths or None,
             window_kind=settings.window.kind,
-            startup_s=startup_s(observed, clock.t0_ns if self.device.sampled else None),
+            startup_s=None if began_ns is None else (began_ns - clock.t0_ns) / 1e9,
             prepared=observed.prepared,
             telemetry_rows=len(observed.samples),
             telemetry_missing={name: safe_text(why, 1000) for name, why in observed.missing.items()} or None,
@@ -234,18 +226,13 @@ class Worker:
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
         """Start a process for a task, or for one of `members` in a group. Raises `ServerLost`."""
         limit_mib = task.settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
-        reader = self.reader(task, together="together" in described)
-        return self.server().start_trial(described, reader, limit_mib / members)
-
-    def reader(self, task: Task, *, together: bool = False) -> ReportReader:
-        """Return a reader of the reports of the task's trial."""
-        return ReportReader(
+        reader = ReportReader(
             since_ns=time.monotonic_ns(),
             virtual=not self.device.sampled,
             kernels=self._profiles(task),
             ranks=task.config.ranks,
-            together=together,
         )
+        return self.server().start_trial(described, reader, limit_mib / members)
 
     def _profiles(self, task: Task) -> bool:
         """Return whether the trial reports its kernels. Real ranks do not: their steps would wait for each other."""
@@ -311,8 +298,7 @@ class Worker:
                 observed.samples += [("nvml", dataclasses.replace(sample, rank=number)) for sample in before]
 
     def _identity(self, task: Task) -> dict[str, Any]:
-        software = dict(self._server.hello()) if self._server is not None else {}
-        software.pop("threads", None)
+        software = self._server.hello() if self._server is not None else {}
         return {
             **software,
             "run_id": task.run_id,

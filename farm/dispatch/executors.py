@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from conf.children.running import ServerLost
 from conf.errors import UsageError
 from workers.devices import DeviceChoice, make_device
 from workers.task import RunResult, Task
-from workers.trial.server_client import ServerLost
 from workers.worker import Worker
 
 
@@ -76,7 +76,7 @@ class InlineExecutor(Executor):
         self._upcoming: Task | None = None
 
     def start(self) -> None:
-        self._worker.start()
+        self._worker.server()
 
     def idle(self) -> list[str]:
         return [] if self._task else [self._worker.name]

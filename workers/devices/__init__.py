@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pkgutil
 import platform
+import select
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from conf.children.keeper import receive
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
 from conf.files.identity import version_of
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
 TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials only trace their step
 _HOST_MEMORY_SHARE = 0.9
+_ACKNOWLEDGE_TIMEOUT_S = 5.0
+_WORD_BYTES = 256
 _TABLE = {
     "cuda": "workers.devices.cuda:CudaDevice",
     "cpu": "workers.devices.cpu:CpuDevice",
@@ -65,26 +72,74 @@ class Together:
     alone: tuple[MemberAlone | None, ...] = ()
 
 
-class Link(Protocol):
-    """A trial's connection to its worker; `workers.trial.body.TrialLink` implements it."""
+class Link:
+    """The trial's side of its socket: sends events as JSON lines, receives words; `workers.trial.body` lists them.
 
-    together: Together | None  # the group that the trial runs in; None: it has the device to itself
-    ahead: bool  # the trial is prepared while another one runs, and must not touch the device before `go`
+    Args:
+        channel: Leads to the worker.
+        ahead: The trial is prepared while another one runs, and must not touch the device before `go`.
+        together: The group that the trial runs in; None: it has the device to itself.
+    """
+
+    def __init__(self, channel: socket.socket, ahead: bool = False, together: Together | None = None):
+        self.ahead = ahead
+        self.together = together
+        self._channel = channel
+        self._pid = os.getpid()
+        self._buffer = b""
+        self._words: set[str] = set()
+        self.reported_result = False
+        self.ended = False  # the worker has closed its end of the socket
 
     def report(self, event: str, **values: Any) -> None:
-        """Send an event to the worker (see `workers.trial.body`)."""
+        """Send one event. In a process that the trial's model has forked, exit instead."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.reported_result |= event == "result"
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        self._channel.close()
 
     def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
+        if word not in self._words:
+            self._listen(0.0)
+        return word in self._words
 
     def awaits(self, word: str) -> bool:
-        """Return whether the worker may still send this word; never waits."""
+        """Return whether the worker has not sent this word and still may; never waits."""
+        return not self.received(word) and not self.ended
+
+    def wait(self, word: str, timeout_s: float | None = None) -> bool:
+        """Wait for a word. Return False when the worker is gone or the time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.received(word):
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if self.ended or (left_s is not None and left_s <= 0):
+                return False
+            self._listen(left_s)
+        return True
+
+    def wait_for_go(self) -> None:
+        """Wait until it is this trial's turn, if it was prepared ahead."""
+        if self.ahead and not self.wait("go"):
+            os._exit(0)  # the worker no longer needs this trial, which has measured nothing
 
     def labels_taken(self) -> bool:
-        """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
+        """Wait for the worker's `bye`; what the trial does later affects no label."""
+        return self.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)
 
-    def wait_for_go(self) -> bool:
-        """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
+    def _listen(self, timeout_s: float | None) -> None:
+        if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
+            return
+        data = receive(self._channel, _WORD_BYTES)
+        self.ended = not data
+        *words, self._buffer = (self._buffer + data).split(b"\n")
+        self._words |= {word.decode() for word in words}
 
 
 class DeviceUnavailable(RuntimeError):

@@ -31,8 +31,9 @@ class CpuDevice:
         self.count = choice.count or 1
 
     def slots(self) -> tuple[Slot, ...]:
+        name = line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
         return tuple(
-            Slot(index=i, device_name=_cpu_name(), device_uuid=None, device_memory_mib=self._limit_mib())
+            Slot(index=i, device_name=name, device_uuid=None, device_memory_mib=self._limit_mib())
             for i in range(self.count)
         )
 
@@ -56,7 +57,7 @@ class CpuDevice:
         torch.set_num_threads(max(1, core_count() // (self.count * ranks)))
         # Trials of a group compete for the cores, as for a GPU; each has an equal part of the memory.
         sharers = ranks if link.together is None else link.together.size
-        limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / sharers)
+        limit_memory(self._limit_mib() / sharers)
         measure_training(config, CpuMeter, settings, seed, link, place)
 
     def _limit_mib(self) -> float:
@@ -65,18 +66,12 @@ class CpuDevice:
         return host_memory_share_mib(self.count)
 
 
-def limit_memory(limit_mib: float | None) -> None:
+def limit_memory(limit_mib: float) -> None:
     """Limit this process's private memory (RLIMIT_DATA, Linux): an excess raises before the OOM killer acts."""
-    if limit_mib is None:
-        return
     import resource
 
     limit = int(limit_mib * 2**20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _cpu_name() -> str:
-    return line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 class CpuMeter:
@@ -96,10 +91,7 @@ class CpuMeter:
     def memory(self) -> dict[str, float]:
         """Return the resident set in MiB as `reserved_mib`, and its peak by the kernel."""
         rss_mib = self._process.memory_info().rss / 2**20
-        self._peak_mib = max(self._peak_mib, rss_mib, _peak_resident_mib())
+        # The kernel's high-water mark includes peaks between two readings.
+        peak_kib = int((line_of("/proc/self/status", "VmHWM") or "0").split()[0])
+        self._peak_mib = max(self._peak_mib, rss_mib, peak_kib / 1024)
         return {"reserved_mib": rss_mib, "peak_memory_mib": self._peak_mib}
-
-
-def _peak_resident_mib() -> float:
-    """Return the kernel's high-water mark VmHWM in MiB, which includes peaks between two readings."""
-    return int((line_of("/proc/self/status", "VmHWM") or "0").split()[0]) / 1024

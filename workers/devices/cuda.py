@@ -43,8 +43,7 @@ class CudaDevice:
         discovery = discover_gpus()
         usable = discovery.usable[: self.choice.count]
         if not usable:
-            excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in discovery.gpus)
-            raise DeviceUnavailable(discovery.reason or excluded or "NVML sees no GPU")
+            raise DeviceUnavailable(discovery.reason or "")
         if torch_cuda_build() is None:
             raise DeviceUnavailable("the installed torch is a CPU build; the README says how to get the CUDA build")
         return tuple(
@@ -148,8 +147,8 @@ class GpuInfo:
     mig: bool | None
     compute_capability: tuple[int, int] | None
     mig_profile: str | None = None
-    old_uuid: str | None = None  # a slice's name in drivers before R470, which CUDA_VISIBLE_DEVICES still accepts
     mps: bool = False
+    prohibited: bool = False  # by the compute mode
     excluded_reason: str | None = None
 
 
@@ -164,14 +163,6 @@ class Discovery:
     @property
     def usable(self) -> tuple[GpuInfo, ...]:
         return tuple(gpu for gpu in self.gpus if gpu.excluded_reason is None)
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Further facts that decide whether a GPU can be a worker."""
-
-    display_mode: bool
-    prohibited: bool  # by the compute mode
 
 
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
@@ -195,7 +186,6 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
         driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
         service = _mps_service(environment)
         gpu_infos: list[GpuInfo] = []
-        facts: dict[int, _Facts] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -204,15 +194,11 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
                 gpu_infos.append(_unreadable(index, error))
                 continue
             gpu_infos += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
-            facts[index] = _Facts(
-                display_mode=bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle)),
-                prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
-            )
     except nvml.NVMLError as error:
         return Discovery(reason=f"NVML: {error}")
     finally:
         _ask(nvml, nvml.nvmlShutdown)
-    gpus = _exclude(gpu_infos, facts, environment)
+    gpus = _exclude(gpu_infos, environment)
     return Discovery(
         gpus=gpus,
         driver_version=None if driver is None else as_text(driver),
@@ -234,10 +220,7 @@ def _torch_version_text() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    try:
-        return Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
+    return Path(spec.origin).with_name("version.py").read_text()
 
 
 def _ask(nvml: Nvml, query: Any, *arguments: Any) -> Any:
@@ -262,6 +245,7 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
         mig=None if mig is None else bool(mig[0]),
         compute_capability=None if capability is None else tuple(capability),
         mps=mps_service or _mps_server(nvml, handle),
+        prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
     )
 
 
@@ -274,39 +258,18 @@ def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
         if uuid is None:  # NVML finds nothing in a place without a slice
             continue
         memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, device)
-        attributes = _ask(nvml, nvml.nvmlDeviceGetAttributes, device)
-        name = _ask(nvml, nvml.nvmlDeviceGetName, device)
-        profile = _profile(as_text(name) if name is not None else "", attributes)
-        ids = [
-            _ask(nvml, ask, device) for ask in (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
-        ]
+        profile = _PROFILE.search(as_text(_ask(nvml, nvml.nvmlDeviceGetName, device) or ""))
         slices.append(
             replace(
                 gpu,
                 uuid=as_text(uuid),
-                name=gpu.name if profile is None else f"{gpu.name} MIG {profile}",
+                name=gpu.name if profile is None else f"{gpu.name} MIG {profile[1]}",
                 memory_mib=None if memory is None else memory.total / _BYTES_PER_MIB,
-                mig_profile=profile,
-                old_uuid=None if None in ids else f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}",
+                mig_profile=None if profile is None else profile[1],
                 mps=gpu.mps or _mps_server(nvml, device),
             )
         )
     return slices
-
-
-def _profile(name: str, attributes: Any) -> str | None:
-    """Return the profile (`1g.5gb`) at the end of a slice's name, or derive it from its share of slices and memory."""
-    if match := _PROFILE.search(name):
-        return match[1]
-    if attributes is None:
-        return None
-    gpu_slices, compute_slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
-    gigabytes = round(attributes.memorySizeMB / 1024)
-    return (
-        f"{gpu_slices}g.{gigabytes}gb"
-        if compute_slices in (0, gpu_slices)
-        else f"{compute_slices}c.{gpu_slices}g.{gigabytes}gb"
-    )
 
 
 def _mps_service(environment: Mapping[str, str]) -> bool:
@@ -345,15 +308,11 @@ def _unreadable(index: int, error: Exception) -> GpuInfo:
     )
 
 
-def _exclude(
-    gpus: Sequence[GpuInfo], facts: Mapping[int, _Facts], environment: Mapping[str, str]
-) -> tuple[GpuInfo, ...]:
+def _exclude(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> tuple[GpuInfo, ...]:
     main = _main_model(gpus)
     visible = cuda_visible_devices(gpus, environment)
     return tuple(
-        gpu
-        if gpu.excluded_reason
-        else replace(gpu, excluded_reason=_reason(gpu, main, facts[gpu.index], visible, environment))
+        gpu if gpu.excluded_reason else replace(gpu, excluded_reason=_reason(gpu, main, visible, environment))
         for gpu in gpus
     )
 
@@ -377,7 +336,6 @@ def _is_slice(gpu: GpuInfo) -> bool:
 def _reason(
     gpu: GpuInfo,
     main: tuple[str, float] | None,
-    facts: _Facts,
     visible: set[str] | None,
     environment: Mapping[str, str],
 ) -> str | None:
@@ -385,12 +343,8 @@ def _reason(
         if visible is not None and gpu.uuid in visible:
             return None
         return f"a MIG slice that CUDA_VISIBLE_DEVICES does not name; CUDA_VISIBLE_DEVICES={gpu.uuid} makes it a worker"
-    if main is not None and gpu.name != main[0]:
-        # display mode alone is a weak sign: many compute GPUs report it as enabled
-        if gpu.memory_mib is not None and gpu.memory_mib < _MUCH_SMALLER * main[1]:
-            return f"a display adapter next to {main[0]}: {gpu.memory_mib:.0f} MiB against {main[1]:.0f}"
-        if facts.display_mode and "display" in gpu.name.lower():
-            return f"a display adapter next to {main[0]}"
+    if main is not None and gpu.memory_mib is not None and gpu.memory_mib < _MUCH_SMALLER * main[1]:
+        return f"a display adapter next to {main[0]}: {gpu.memory_mib:.0f} MiB against {main[1]:.0f}"
     if gpu.display_active and gpu.uuid not in _entries(environment):
         return f"drives a display; to use it anyway, name it: CUDA_VISIBLE_DEVICES={gpu.uuid}"
     if gpu.mig:
@@ -398,7 +352,7 @@ def _reason(
             f"in MIG mode: name slices in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them), or turn it off with "
             f"nvidia-smi -i {gpu.index} -mig 0"
         )
-    if facts.prohibited:
+    if gpu.prohibited:
         return f"its compute mode is prohibited; nvidia-smi -i {gpu.index} -c DEFAULT allows computing"
     if visible is not None and gpu.uuid not in visible:
         return "left out by CUDA_VISIBLE_DEVICES"
@@ -427,7 +381,7 @@ def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]
         if entry.isdigit():
             named = numbered[int(entry) : int(entry) + 1]
         else:
-            named = [gpu for gpu in gpus if entry and (gpu.uuid.startswith(entry) or gpu.old_uuid == entry)]
+            named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         if len(named) != 1:
             break
         visible.add(named[0].uuid)

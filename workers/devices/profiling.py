@@ -20,7 +20,6 @@ from workers.devices import Link
 
 _BUDGET_MS = 10_000.0  # longest time of all profiled steps; the worker waits half a minute after the labels
 _ROWS_A_REPORT = 100
-_MOST_ROWS = 20_000
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 _TYPES = {
     "float": "float32",
@@ -78,9 +77,7 @@ def report_kernels(train_step: Callable[[], None], steps: int, step_time_ms: flo
 
 
 def report_rows(rows: list[dict[str, Any]], problem: str | None, link: Link) -> None:
-    """Report rows of `kernels` in parts, then `profiled`. If there are too many, report that problem instead."""
-    if len(rows) > _MOST_ROWS:
-        problem, rows = f"{len(rows):,} different kernels, more than {_MOST_ROWS:,}", []
+    """Report rows of `kernels` in parts, then `profiled`."""
     for start in range(0, len(rows), _ROWS_A_REPORT):
         link.report("kernels", rows=rows[start : start + _ROWS_A_REPORT])
     link.report("profiled", problem=problem)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import statistics
 import time
 from bisect import bisect_left
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 
 _STEP, _WINDOW, _END = range(3)
-_LOOPBACK = ("lo", "lo0")  # by the names of Linux and macOS
 RunStep = Callable[[], tuple[int, float]]  # runs one step; returns (monotonic time of its end in ns, duration in ms)
 _MEMORY_PERIOD_NS = 50_000_000  # reading the allocator's figures costs a tenth of a millisecond
 _FIRST_STEPS = 5  # memory is read after each of them
@@ -436,9 +434,7 @@ class Lockstep:
     def __init__(self, place: Place, device: torch.device) -> None:
         import torch.distributed as dist
 
-        names = {name for _, name in socket.if_nameindex()}
-        for loopback in filter(names.__contains__, _LOOPBACK):  # all ranks run on one node
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks run on one node
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",

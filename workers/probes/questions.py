@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import statistics
 import threading
 import time
@@ -18,21 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import counted, first_line
 from conf.units import MIB
-from workers.devices.profiling import kernels_of_trace, profiled_trace
 from workers.probes.children import Measurement, ProbeResult, Row, first_gpu, measure_all, memory_reading
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _HELD_MIB = 2048
-_FREED_WITHIN_MIB = 8.0  # growth of the card's memory that still counts as freed
 _PATIENCE_S = 10.0
 _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
 _EQUAL_SHARE = 0.05  # relative difference below which two figures count as equal
 _TIMED = 20  # repetitions
 _UNKNOWN = "unknown"  # name of a program whose pid does not exist here
-_KERNELS = 4  # most kernel names per operator
 _BUSY_S, _GPM_S = 1.0, 3.0  # load before GPM's sensor is made, longer than GPM averages; time of reading it
 
 
@@ -46,7 +42,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
 
 
 def tf32_under_half(device_uuid: str) -> Iterator[Row]:
-    """Yield time in ms and kernels of a convolution and a product, with TF32 allowed and refused.
+    """Yield time in ms of a convolution and a product, with TF32 allowed and refused.
 
     `inside` is the operator's type. For fp32 the operator runs in a nested region with autocast off, as in scripts.
     """
@@ -74,7 +70,6 @@ def tf32_under_half(device_uuid: str) -> Iterator[Row]:
                             "inside": _short(inside),
                             "tf32_allowed": allowed,
                             "ms": _time_ms(call),
-                            "kernels": _kernels(call),
                         }
 
 
@@ -95,13 +90,6 @@ def _time_ms(call: Callable[[], Any]) -> float:
         if number >= 3:
             times.append(begin.elapsed_time(end))
     return round(statistics.median(times), 4)
-
-
-def _kernels(call: Callable[[], Any]) -> list[str]:
-    """Return the names of the kernels, the longest first; empty if CUPTI reports none."""
-    rows = kernels_of_trace(profiled_trace(call, 1, "cuda"), 1)
-    names = [row["kernel"] for row in sorted(rows, key=lambda row: -row["duration_us"]) if row["timing"] == "cupti"]
-    return list(dict.fromkeys(names))[:_KERNELS]
 
 
 def answer_tf32(rows: Sequence[Row]) -> str:
@@ -180,46 +168,23 @@ def answer_gpm(rows: Sequence[Row]) -> str:
     )
 
 
-# ---- NVML's memory of a process and of the card, also after the process has ended
+# ---- NVML's memory of a process and of the card
 
 
 def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
-    """Yield NVML's readings while a process holds memory, and the time after its kill until the card is free."""
-    from workers.telemetry.nvml import find_gpu, open_nvml
-
+    """Yield NVML's readings while a process holds memory."""
     before_mib = memory_reading(device_uuid)["card_mib"]
-    nvml = open_nvml()
-    handle = find_gpu(nvml, device_uuid).device
     with _holding(device_uuid, [_HELD_MIB]) as (held,):
-        begin_s = time.monotonic()
-        os.kill(held["pid"], signal.SIGKILL)
-        while True:
-            after_mib, waited_s = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB, time.monotonic() - begin_s
-            is_freed = after_mib - before_mib < _FREED_WITHIN_MIB
-            if is_freed or waited_s > _PATIENCE_S:
-                break
-            time.sleep(0.001)
-    nvml.nvmlShutdown()
-    yield {
-        **held,
-        "card_before_mib": before_mib,
-        "card_after_mib": after_mib,
-        "freed_after_ms": round(waited_s * 1000, 1) if is_freed else None,
-    }
+        yield {**held, "card_before_mib": before_mib}
 
 
 def answer_nvml(rows: Sequence[Row]) -> str:
-    """Return the card's growth, NVML's charge to the process, and when the memory is free again."""
+    """Return the card's growth, and NVML's charge to the process."""
     (row,) = rows
     growth_mib = row["card_mib"] - row["card_before_mib"]
     process_mib = row["process_mib"]
     charged = f"{process_mib:,.1f} MiB" if process_mib is not None else f"nothing ({row['reason']})"
-    after_ms = row["freed_after_ms"]
-    freed = f"free {after_ms:,.0f} ms" if after_ms is not None else f"not free {_PATIENCE_S:.0f} s"
-    return (
-        f"The card's memory grows by {growth_mib:,.1f} MiB; NVML charges the process {charged}. "
-        f"The memory is {freed} after the process ends."
-    )
+    return f"The card's memory grows by {growth_mib:,.1f} MiB; NVML charges the process {charged}."
 
 
 # ---- NVML's charges under MPS

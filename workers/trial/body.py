@@ -1,12 +1,12 @@
 """The body of a trial: runs in the forked child and reports over its socket, one event as JSON per line.
 
-Start reading at `run_trial`; `TrialLink` is the trial's side of the socket. Events: `built` (parameters), `warmup`,
-`window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of memory,
-traceback). If asked for, `kernels` (rows of that table) and `profiled` (why there are none) follow after `result` and
-`bye`. A trial with several ranks also sends `ranks` (their processes), `rank` (a rank's labels) and `rank_ended`; its
-`step` and `failed` name their rank. A trial that runs beside others sends `warm` and trains until the worker sends
-`open`; after its `result` it trains until `bye`. `workers.trial.reports` reads the events and checks their order and
-types.
+Start reading at `run_trial`; `workers.devices.Link` is the trial's side of the socket. Events: `built` (parameters),
+`warmup`, `window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of
+memory, traceback). If asked for, `kernels` (rows of that table) and `profiled` (why there are none) follow after
+`result` and `bye`. A trial with several ranks also sends `ranks` (their processes), `rank` (a rank's labels) and
+`rank_ended`; its `step` and `failed` name their rank. A trial that runs beside others sends `warm` and trains until the
+worker sends `open`; after its `result` it trains until `bye`. `workers.trial.reports` reads the events and checks their
+order and types.
 
 The worker answers in words, one per line: `go` (to a trial that was prepared while another ran), `steady` (every
 sampled figure is steady, so the window may end), `bye`. After `result` or `failed` the child keeps its memory until
@@ -32,18 +32,17 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from conf.children.containment import die_with_parent, kill, run_as_child
 from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
-from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
+from workers.devices import DeviceChoice, Link, MemberAlone, Place, Slot, Together, make_device
 
+_QUOTED_BYTES = 200
 LINE_BYTES = 1 << 20  # longest report; texts of errors are shortened to much less
-_ACKNOWLEDGE_TIMEOUT_S = 5.0
-_WORD_BYTES = 256
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
 _PAUSE_S = 0.005
@@ -65,93 +64,21 @@ _DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallErro
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
-class TrialLink:
-    """The trial's side of its socket: sends events as JSON lines, receives words; see `workers.devices.Link`."""
-
-    def __init__(self, channel: socket.socket, ahead: bool = False, together: Together | None = None):
-        self.ahead = ahead
-        self.together = together
-        self._channel = channel
-        self._pid = os.getpid()
-        self._buffer = b""
-        self._words: set[str] = set()
-        self.reported_result = False
-        self.ended = False  # the worker has closed its end of the socket
-
-    def report(self, event: str, **values: Any) -> None:
-        """Send one event. In a process that the trial's model has forked, exit instead."""
-        if os.getpid() != self._pid:
-            os._exit(0)
-        self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
-        self.reported_result |= event == "result"
-
-    def forward(self, line: bytes) -> None:
-        """Send a line that another process wrote."""
-        self._channel.sendall(line + b"\n")
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def received(self, word: str) -> bool:
-        """Return whether the worker has sent this word; never waits."""
-        if word not in self._words:
-            self._listen(0.0)
-        return word in self._words
-
-    def awaits(self, word: str) -> bool:
-        """Return whether the worker has not sent this word and still may; never waits."""
-        return not self.received(word) and not self.ended
-
-    def wait(self, word: str, timeout_s: float | None = None) -> bool:
-        """Wait for a word. Return False when the worker is gone or the time is up."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.received(word):
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if self.ended or (left_s is not None and left_s <= 0):
-                return False
-            self._listen(left_s)
-        return True
-
-    def wait_for_go(self) -> bool:
-        """Wait until it is this trial's turn. Return False at once if it was not prepared ahead."""
-        if not self.ahead:
-            return False
-        if not self.wait("go"):
-            os._exit(0)  # the worker no longer needs this trial, which has measured nothing
-        return True
-
-    def labels_taken(self) -> bool:
-        """Wait for the worker's `bye`; what the trial does later affects no label."""
-        return self.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)
-
-    def _listen(self, timeout_s: float | None) -> None:
-        if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
-            return
-        data = receive(self._channel, _WORD_BYTES)
-        self.ended = not data
-        *words, self._buffer = (self._buffer + data).split(b"\n")
-        self._words |= {word.decode() for word in words}
-
-
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
     """Run one trial, or its rank at `place`, and report.
 
     `trial` has config, code_marks, settings, device, slots, seed and `ahead`. A trial with several ranks starts their
     processes (`run_ranks`), and each calls this function again.
     """
-    link = TrialLink(
-        channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together"))
-    )
+    link = Link(channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together")))
     try:
         _measure(trial, link, place)
     except BaseException as error:
         if link.reported_result:  # errors after the result do not affect the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
-        status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
+        free_mib, peaks = _memory_at_failure(trial, place)
+        status, oom_kind = classify(error, backend == "cpu", free_mib)
         text = shortened(_traceback())
         link.report(
             "failed",
@@ -160,13 +87,13 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
             error_type=error_type,
             error=text,
             device_fault=status == "crashed" and is_device_fault(backend, error_type, text),
-            values=_memory_at_failure(backend),
+            values=peaks,
         )
     link.wait_for_go()  # the worker reads the failure of a prepared trial at its turn
     link.labels_taken()  # the worker may be gone; the labels have been sent
 
 
-def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
+def _measure(trial: dict[str, Any], link: Link, place: Place | None) -> None:
     from featurize.configs.trial import config_with_marks
     from workers.settings import TrialSettings
 
@@ -202,40 +129,24 @@ def _traceback() -> str:
         return f"the traceback cannot be written: {type(error).__name__}"
 
 
-def _memory_at_failure(backend: str) -> dict[str, float]:
-    """Return the allocator's memory at the failure, a lower bound for an `oom`."""
-    if backend != "cuda":
-        return {}
+def _memory_at_failure(trial: dict[str, Any], place: Place | None) -> tuple[float | None, dict[str, float]]:
+    """Return the device memory in MiB that the trial could still take, None if unknown, and the allocator's peaks,
+    which are lower bounds for an `oom`."""
     try:
         import torch
 
-        if not torch.cuda.is_initialized():
-            return {}
-        return {
-            "peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
-            "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
-        }
-    except Exception:  # a broken context cannot answer, but the failure must still be reported
-        traceback.print_exc()
-        return {}
-
-
-def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None:
-    """Return the device memory in MiB that the trial can still take; None without a device, or if unknown."""
-    if trial["device"]["backend"] != "cuda":
-        return None
-    try:
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return None
+        if trial["device"]["backend"] != "cuda" or not torch.cuda.is_initialized():
+            return None, {}
         free, total = torch.cuda.mem_get_info()
         fraction = trial["slots"][slot_of(place, trial["slots"])].get("memory_fraction")
         if fraction is not None:  # the trial may take only a share of the card
             free = min(free, fraction * total - torch.cuda.memory_reserved())
-        return free / 2**20
-    except RuntimeError:  # the context is broken
-        return None
+        return free / 2**20, {
+            "peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
+            "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
+        }
+    except Exception:  # a broken context cannot answer, but the failure must still be reported
+        return None, {}
 
 
 @dataclass
@@ -264,7 +175,7 @@ class _Rank:
         return self.failure is not None or (self.ended and self.result is None)
 
 
-def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
+def run_ranks(count: int, link: Link, run_rank: RunRank) -> None:
     """Run a trial's ranks until they end, and report for all of them.
 
     Args:
@@ -288,7 +199,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         _end(ranks)
 
 
-def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
+def _start(ranks: list[_Rank], count: int, store: int, link: Link, run_rank: RunRank) -> None:
     """Start the ranks one by one and add each to `ranks`. If one cannot start, `ranks` has the running ones."""
     parent = os.getpid()
     for number in range(count):
@@ -322,10 +233,9 @@ class _RankMonitor:
     """Listens to the ranks until all have a result, or one fails."""
 
     ranks: list[_Rank]
-    link: TrialLink
+    link: Link
     warm: bool = False
     settled_at: float | None = None
-    words: set[str] = field(default_factory=set)
 
     def listen(self) -> None:
         while not self._over():
@@ -335,8 +245,7 @@ class _RankMonitor:
                 timeout_s = min(_SETTLE_S, math.inf if timeout_s is None else timeout_s)
             words = [] if self.link.ended else [self.link]
             readable = select.select([*waiting, *words], [], [], timeout_s)[0]
-            if self.link in readable and self.link.received("steady") and "steady" not in self.words:
-                self.words.add("steady")
+            if self.link in readable and self.link.received("steady"):
                 _tell(self.ranks[:1], "steady")  # the first rank decides when the window ends
             for rank in self.ranks:
                 if rank.channel in readable:
@@ -376,12 +285,12 @@ class _RankMonitor:
             self._take(rank, line)
 
     def _take(self, rank: _Rank, line: bytes) -> None:
-        """Forward a rank's report; the worker checks it like any trial's report."""
+        """Forward a rank's report; the worker checks it like any trial's report, and knows none that is unreadable."""
         try:
             message = json.loads(line)
             event = message.pop("event")
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-            self.link.forward(line)
+            self.link.report("unreadable", line=repr(line[:_QUOTED_BYTES]))
             return
         if event == "result" and rank.result is None:
             rank.result = message

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.keeper import Ended
-from conf.plain_text import ERROR_CHARACTERS, safe_text, shown
+from conf.plain_text import ERROR_CHARACTERS, first_line, one_line, safe_text, shown
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.telemetry.base import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES
@@ -140,29 +140,24 @@ class ReportReader:
 
     Times must lie between `since_ns` and now (monotonic); a virtual clock (`virtual=True`) starts at 0. After a result,
     a failure or a breach of the rules, everything is ignored. With `kernels`, at most `KERNELS_KEPT` kernels of the
-    step follow the result. Beyond `READINGS_KEPT`, readings are only counted. With several `ranks`, reports of a step
-    or a failure name their rank. A trial that runs `together` with others reports when it is warm.
+    step follow the result. Beyond `READINGS_KEPT`, readings are only counted. With several `ranks`, reports of a
+    step or a failure name their rank.
     """
 
     def __init__(
         self,
         since_ns: int = 0,
         virtual: bool = False,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
         kernels: bool = False,
         ranks: int = 1,
-        together: bool = False,
     ) -> None:
         self.observed = Observed()
         self.since_ns = since_ns
         self.virtual = virtual
         self.kernels = kernels
         self.ranks = ranks
-        self.together = together
-        self._kernel_rows = 0
         self._finished = False
         self.readings = 0
-        self._clock_ns = clock_ns
         self._buffer = bytearray()
         self._reported: dict[str, int] = {}  # event that may come only once -> its time, or 0
         self._over = False
@@ -201,23 +196,17 @@ class ReportReader:
 
     def _read(self, line: bytes) -> tuple[str, bool]:
         """Record one event; return its name, and whether it was kept rather than only counted."""
-        if len(line) > LINE_BYTES:
-            raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {shown(line)}")
         try:
+            if len(line) > LINE_BYTES:
+                raise _Broken(f"more than {LINE_BYTES:,} bytes")
             message = json.loads(line)
             event = message.pop("event")
-            read, keys = _EVENTS[event]
-        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-            raise _Broken(f"unknown report: {shown(line)}") from None
-        if self._finished != (event in _AFTER_RESULT):
-            raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {shown(line)}")
-        named = {"rank"} & message.keys() if self.ranks > 1 and event in _MAY_NAME_A_RANK else set()
-        if message.keys() != keys | named:
-            raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {shown(line)}")
-        try:
-            return event, read(self, **message) is not False
-        except _Broken as broken:
-            raise _Broken(f"{broken}: {shown(line)}") from None
+            if self._finished != (event in _AFTER_RESULT):
+                raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result")
+            return event, _EVENTS[event](self, **message) is not False
+        except Exception as broken:  # whatever is wrong with a value, a key, or the line as a whole
+            reason = one_line(first_line(broken))[:_NAME_CHARACTERS]
+            raise _Broken(f"a report against the rules ({reason}): {shown(line)}") from None
 
     def _built(self, parameters: Any) -> None:
         self._once("built")
@@ -225,23 +214,19 @@ class ReportReader:
 
     def _environment(self, cudnn_version: Any) -> None:
         self._once("environment")
-        version = None if cudnn_version is None else _name("cudnn_version", cudnn_version)
-        self.observed.values["cudnn_version"] = version
+        self.observed.values["cudnn_version"] = None if cudnn_version is None else _name(cudnn_version)
 
     def _warmup(self, t_ns: Any) -> None:
-        if self.ranks > 1 and not self.virtual and "ranks" not in self._reported:
+        if self.ranks > 1 and not self.virtual and not self.observed.rank_pids:
             raise _Broken("the ranks' processes come first")
         self.observed.warmup_ns = self._once("warmup", self._time("t_ns", t_ns))
 
     def _warm(self, t_ns: Any) -> None:
-        if not self.together or self.virtual:
-            raise _Broken("only a trial beside others says that it is warm")
         self._once("warm", self._time("t_ns", t_ns, after="warmup"))
         self.observed.warm = True
 
     def _window(self, t_ns: Any) -> None:
-        previous = "warm" if self.together and not self.virtual else "warmup"
-        self.observed.window_ns = self._once("window", self._time("t_ns", t_ns, after=previous))
+        self.observed.window_ns = self._once("window", self._time("t_ns", t_ns, after="warmup"))
 
     def _step(self, t_ns: Any, values: Any, rank: Any = None) -> bool:
         return self._keep("torch", t_ns, _numbers(values, _STEP_METRICS), rank)
@@ -262,8 +247,8 @@ class ReportReader:
 
     def _ranks(self, pids: Any) -> None:
         self._once("ranks")
-        if self.virtual or not isinstance(pids, list) or len(pids) != self.ranks or self.ranks == 1:
-            raise _Broken(f"pids must be a list of {self.ranks} processes, of a trial of several ranks")
+        if self.virtual or len(pids) != self.ranks or self.ranks == 1:
+            raise _Broken(f"there must be {self.ranks} processes, of a trial of several ranks")
         self.observed.rank_pids = tuple(_integer("pids", pid) for pid in pids)
 
     def _rank(self, rank: Any, values: Any) -> None:
@@ -272,8 +257,7 @@ class ReportReader:
         self.observed.rank_values[number] = _rank_labels(values)
 
     def _rank_ended(self, rank: Any, code: Any) -> None:
-        signalled = isinstance(code, int) and -_MOST_SIGNALS <= code < 0
-        self.observed.rank_ended = RankEnded(self._number_of_rank(rank), code if signalled else _integer("code", code))
+        self.observed.rank_ended = RankEnded(self._number_of_rank(rank), _integer("code", code, -_MOST_SIGNALS))
         self._over = True
 
     def _rank_or_none(self, rank: Any) -> int | None:
@@ -290,7 +274,6 @@ class ReportReader:
         end_ns = self._time("window_end_ns", window_end_ns, after="window")
         if window_ended not in _WINDOW_ENDS:
             raise _Broken(f"window_ended must be one of {', '.join(_WINDOW_ENDS)}")
-        values = dict(_mapping("values", values))
         half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
         observed.values |= {"window_ended": window_ended, **_labels(values)}
         observed.half_widths |= half_widths
@@ -307,18 +290,14 @@ class ReportReader:
         values: Any,
         rank: Any = None,
     ) -> None:
-        if status not in _FAILURES:
-            raise _Broken(f"status must be one of {', '.join(_FAILURES)}")
-        if oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
-            raise _Broken(f"oom_kind of {status} cannot be this")
-        if not isinstance(error, str) or not isinstance(device_fault, bool):
-            raise _Broken("error must be text and device_fault a truth value")
+        if status not in _FAILURES or oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
+            raise _Broken(f"status must be one of {', '.join(_FAILURES)}, and oom_kind that of an oom")
         failure = Failure(
             status=status,
             oom_kind=oom_kind,
-            error_type=_name("error_type", error_type),
+            error_type=_name(error_type),
             error=safe_text(error, ERROR_CHARACTERS + 1000),  # room for the note with which the sender shortened it
-            device_fault=device_fault,
+            device_fault=device_fault is True,
             values=_labels(values),
             rank=self._rank_or_none(rank),
         )
@@ -329,17 +308,12 @@ class ReportReader:
         self._over = True
 
     def _kernels(self, rows: Any) -> None:
-        if not isinstance(rows, list):
-            raise _Broken("rows must be a list")
-        self._kernel_rows += len(rows)
-        if self._kernel_rows > KERNELS_KEPT:
-            raise _Broken(f"more than {KERNELS_KEPT:,} kernels")
         self.observed.kernels += [_kernel(row) for row in rows]
+        if len(self.observed.kernels) > KERNELS_KEPT:
+            raise _Broken(f"more than {KERNELS_KEPT:,} kernels")
 
     def _profiled(self, problem: Any) -> None:
         self._over = True
-        if problem is not None and not isinstance(problem, str):
-            raise _Broken("problem must be text")
         self.observed.profile_problem = None if problem is None else safe_text(problem, _KERNEL_CHARACTERS)
         self.observed.profiled = True
 
@@ -353,60 +327,48 @@ class ReportReader:
         """Return the time if it is possible: not before the trial or the event `after`, not in the future."""
         if after is not None and after not in self._reported:
             raise _Broken(f"nothing like this comes before {after!r}")
-        earliest_ns = self._reported.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
-        latest_ns = _LATEST_VIRTUAL_NS if self.virtual else self._clock_ns()
+        earliest_ns = self._reported[after] if after is not None else 0 if self.virtual else self.since_ns
+        latest_ns = _LATEST_VIRTUAL_NS if self.virtual else time.monotonic_ns()
         time_ns = _integer(key, t_ns)
         if not earliest_ns <= time_ns <= latest_ns:
             raise _Broken(f"{key} must lie between {earliest_ns} and {latest_ns}")
         return time_ns
 
 
-# event -> (parser, required keys)
-_EVENTS: dict[str, tuple[Callable[..., bool | None], frozenset[str]]] = {
-    "built": (ReportReader._built, frozenset({"parameters"})),
-    "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
-    "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
-    "warm": (ReportReader._warm, frozenset({"t_ns"})),
-    "window": (ReportReader._window, frozenset({"t_ns"})),
-    "step": (ReportReader._step, frozenset({"t_ns", "values"})),
-    "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
-    "ranks": (ReportReader._ranks, frozenset({"pids"})),
-    "rank": (ReportReader._rank, frozenset({"rank", "values"})),
-    "rank_ended": (ReportReader._rank_ended, frozenset({"rank", "code"})),
-    "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
-    "kernels": (ReportReader._kernels, frozenset({"rows"})),
-    "profiled": (ReportReader._profiled, frozenset({"problem"})),
-    "failed": (
-        ReportReader._failed,
-        frozenset({"status", "oom_kind", "error_type", "error", "device_fault", "values"}),
-    ),
+_EVENTS: dict[str, Callable[..., bool | None]] = {
+    "built": ReportReader._built,
+    "environment": ReportReader._environment,
+    "warmup": ReportReader._warmup,
+    "warm": ReportReader._warm,
+    "window": ReportReader._window,
+    "step": ReportReader._step,
+    "sample": ReportReader._sample,
+    "ranks": ReportReader._ranks,
+    "rank": ReportReader._rank,
+    "rank_ended": ReportReader._rank_ended,
+    "result": ReportReader._result,
+    "kernels": ReportReader._kernels,
+    "profiled": ReportReader._profiled,
+    "failed": ReportReader._failed,
 }
-
-
 _AFTER_RESULT = frozenset({"kernels", "profiled"})
-_MAY_NAME_A_RANK = frozenset({"step", "sample", "failed"})
 
 
 def _kernel(row: Any) -> dict[str, Any]:
     """Return a checked row of `kernels` from a trial's report; missing columns are NULL."""
     checked: dict[str, Any] = {}
-    for name, value in _mapping("rows", row).items():
+    for name, value in row.items():
         if name not in KERNEL_COLUMNS:
-            raise _Broken(f"{name!a} is not a column that a trial sets in kernels"[:_NAME_CHARACTERS])
+            raise _Broken(f"{name!a} is not a column that a trial sets in kernels")
         if value is None:
             continue
         kind = KERNEL_COLUMNS[name]
         if kind == "string":
-            if not isinstance(value, str):
-                raise _Broken(f"{name} must be text")
             checked[name] = safe_text(value, _KERNEL_CHARACTERS).replace("\n", " ")
         else:
             checked[name] = _integer(name, value) if kind == "int64" else _number(name, value)
     if "dims" in checked:
-        try:
-            json.loads(checked["dims"])
-        except (ValueError, RecursionError):
-            raise _Broken("dims must be JSON") from None
+        json.loads(checked["dims"])
     if not checked.keys() >= {"operator", "duration_us", "count", "timing"} or checked["timing"] not in KERNEL_TIMINGS:
         raise _Broken("a kernel must have operator, duration_us, count and timing")
     if checked.get("phase") not in (None, *KERNEL_PHASES):
@@ -414,9 +376,9 @@ def _kernel(row: Any) -> dict[str, Any]:
     return checked
 
 
-def _integer(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_INTEGER:
-        raise _Broken(f"{key} must be an integer >= 0 that fits into 64 bits")
+def _integer(key: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_INTEGER:
+        raise _Broken(f"{key} must be an integer >= {least} that fits into 64 bits")
     return value
 
 
@@ -427,14 +389,12 @@ def _number(key: str, value: Any) -> float:
 
 
 def _numbers(values: Any, known: Any) -> dict[str, float]:
-    for key in _mapping("values", values):
-        if key not in known:
-            raise _Broken(f"{key!a} is not a figure of this event"[:_NAME_CHARACTERS])
+    if others := values.keys() - known:
+        raise _Broken(f"{min(others)!a} is not a figure of this event")
     return {key: _number(key, value) for key, value in values.items()}
 
 
 def _rank_labels(values: Any) -> dict[str, float]:
-    values = dict(_mapping("values", values))
     values.pop("half_widths", None)  # the trial's result has those of the first rank
     return _labels(values, _RANK_LABELS)
 
@@ -446,13 +406,5 @@ def _labels(values: Any, known: frozenset[str] = _LABELS) -> dict[str, float]:
     return labels
 
 
-def _mapping(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _Broken(f"{key} must be a mapping")
-    return value
-
-
-def _name(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _Broken(f"{key} must be text")
+def _name(value: Any) -> str:
     return safe_text(value, _NAME_CHARACTERS).replace("\n", " ")

@@ -34,20 +34,19 @@ from conf.plain_text import OUTPUT_STARTS, safe_text
 from workers.devices import Slot
 from workers.devices.steadiness import TargetFollower
 from workers.settings import TrialSettings
-from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.base import Sensor, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sampler import TelemetrySampler, make_sensors
 from workers.trial.body import is_device_fault
 from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, ReportReader
 from workers.trial.trial_server import modules_of_trace
 
-__all__ = ["RunningTrial", "ServerLost", "TrialServer"]
-
 # Key in a trial server's environment: the Python that executes it; default: this process's Python.
 PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
 _ANSWER_TIMEOUT_S = 30.0  # for a killed trial to end
 _GOODBYE_S = 30.0  # for a trial to end after its last report: freeing its memory may take long
 _RECEIVE_BYTES = 1 << 18
+_SIGNALS = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
 _READS_AFTER_EXIT = 64  # more than a socket buffers; beyond it, a surviving process of the trial is still writing
 _PROGRAM = "nvidia-cuda-mps-control"
 _PATIENCE_S = 20.0
@@ -236,24 +235,13 @@ class MpsDaemon:
 _TREE_SOURCE = "process"  # source that reads the whole process tree of a trial with several ranks
 
 
-def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
-    """Return the seconds from the task's start to its first step; None in virtual time, or without a step."""
-    if t0_ns is None or observed.warmup_ns is None:
-        return None
-    return (observed.warmup_ns - t0_ns) / 1e9
-
-
 def kernels_missing(observed: Observed) -> str | None:
     """Return why a finished trial did not report its kernels; None if it did."""
     if observed.profiled:
         return observed.profile_problem
-    if observed.broken is not None:
-        return f"the trial reported {observed.broken}"
-    ended = observed.exit
-    if ended.code is None:
-        return f"the trial was killed before it had reported them: {observed.killed_for or 'it was not done in time'}"
-    how = signal_name(-ended.code) if ended.code < 0 else f"code {ended.code}"
-    return f"the trial's process ended with {how} before it had reported them"
+    code = observed.exit.code
+    how = observed.broken or observed.killed_for or ("it was not done in time" if code is None else _ending(code))
+    return f"the trial ended before it had reported them: {how}"
 
 
 def failed_rank(observed: Observed) -> int | None:
@@ -317,17 +305,14 @@ def outcome_of(
     if code == -signal.SIGKILL:
         return outcome("crashed", error_type="SIGKILL", error=f"{who} was killed from outside", retryable=True)
     if code is not None and code < 0:
-        name = signal_name(-code)
+        name = _ending(code)
         return outcome("crashed", error_type=name, error=f"{who} died of {name}")
     return outcome("crashed", error_type="Exit", error=f"{who} exited with code {code} and no result")
 
 
-def signal_name(number: int) -> str:
-    """Return a signal's name, such as `SIGSEGV`, or `SIG40` for a real-time signal without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
+def _ending(code: int) -> str:
+    """Return an exit code's text, such as `code 3`; of a signal, its name."""
+    return f"code {code}" if code >= 0 else _SIGNALS.get(-code, f"SIG{-code}")
 
 
 class TrialRun:
@@ -420,7 +405,7 @@ class TrialRun:
         ranks: list[int | None] = [None, *range(len(self._of_ranks))]
         for sampler, rank in zip((self._whole, *self._of_ranks), ranks, strict=True):
             samples = sampler.stop(observed.window_end_ns)
-            observed.samples += [(name, _of_rank(sample, rank)) for name, sample in samples]
+            observed.samples += [(name, dataclasses.replace(sample, rank=rank)) for name, sample in samples]
             for name, reason in sampler.missing.items():
                 observed.missing.setdefault(name, reason)
         with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
@@ -471,7 +456,3 @@ class TrialRun:
         sampler = TelemetrySampler(sensors, telemetry.period_s)
         sampler.start()
         return sampler
-
-
-def _of_rank(sample: Sample, rank: int | None) -> Sample:
-    return sample if rank is None else dataclasses.replace(sample, rank=rank)

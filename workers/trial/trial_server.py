@@ -19,7 +19,7 @@ from conf.cli.own_packages import search_working_folder
 
 
 def prepare() -> dict[str, Any]:
-    """Import what trials need; return the software environment and the number of threads."""
+    """Import what trials need; return the software environment."""
     from workers.devices import TRACES_ONLY, software_environment
 
     if os.environ.get(TRACES_ONLY):
@@ -29,7 +29,7 @@ def prepare() -> dict[str, Any]:
 
     search_working_folder()
     preload()
-    return {**software_environment(), "threads": _thread_count()}
+    return software_environment()
 
 
 def modules_of_trace(config: dict[str, Any]) -> tuple[str, ...]:
@@ -75,13 +75,6 @@ def _import_the_trace() -> None:
     import featurize.timing.overlap
     import featurize.trace.tracer  # noqa: F401
     import workers.devices.simulated  # noqa: F401
-
-
-def _thread_count() -> int | None:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
-        return None
 
 
 if __name__ == "__main__":
