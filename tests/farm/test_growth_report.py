@@ -204,8 +204,8 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(one_night):
         "remeasure": 88,
         "moved": ["step_time_ms of cnn: 10 -> 14 ms"],
     }
-    said = "1 of 8 canaries moved with torch_version 2.5.1 -> 2.6.0"
-    payload = canaries_payload(verdict="drift", said=said, drift=drift, compared=[compared(moved=True)])
+    sentence = "1 of 8 canaries moved with torch_version 2.5.1 -> 2.6.0"
+    payload = canaries_payload(verdict="drift", said=sentence, drift=drift, compared=[compared(moved=True)])
     report, page = written(one_night, canaries=payload)
     assert report["canaries"]["drift"] == drift and report["said"]["level"] == "look"
     shown = (
