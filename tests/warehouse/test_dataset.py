@@ -1,6 +1,7 @@
 """Measured runs leave a data folder as a data set and come back from it: whole, once, and without anybody's names."""
 
 import datetime
+import fcntl
 import json
 import os
 import shutil
@@ -351,6 +352,18 @@ def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, m
     assert find_parts(out) == []
     exported(filled, out)
     assert files(out) == files(made / "set")
+
+
+def test_two_exports_into_one_folder_take_turns(filled, sent):
+    before, holder = files(sent), os.open(sent, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(EnvironmentProblem, match="another export is at work on out="):
+            exported(filled, sent)
+    finally:
+        os.close(holder)
+    exported(filled, sent)
+    assert files(sent) == before
 
 
 def rewritten(path, change):

@@ -290,6 +290,15 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     assert take(path, "csv", **MAPPING).files[0].new == 0
 
 
+def test_a_field_of_the_trial_config_is_a_number_where_its_cell_is_one_and_else_text(place, take):
+    cells = (".5", "8", "true", "1e999", "[" * 100_000)
+    path = csv_table(place / "mine.csv", ("net", "mem"), [(cell, 100) for cell in cells])
+    about = {"family": "timm", "device_name": "NVIDIA-L4", "constants": "{batch_size: 8}"}
+    take(path, "csv", **about, columns="{peak_memory_mib: mem, config.model: net}")
+    fields = [json.loads(row["config"])["model"] for row in rows(place)]
+    assert sorted(fields, key=str) == sorted((0.5, 8, True, *cells[3:]), key=str)
+
+
 def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(place, take):
     table = [("resnet18", 999, "", "OOM")]
     path = csv_table(place / "mine.csv", ("net", "bs", "mem", "end"), table)

@@ -213,12 +213,14 @@ def test_rows_that_make_no_sense_are_named_and_left_out(folder, tmp_path, capsys
         {"dims": "[]"},
         {"dims": "{}"},
         {"grid": "4x1"},
-        {"dims": '{"B": -1}'},
+        {"dims": '{"B": "6", "K": "390", "M": "-27", "N": "21"}'},
+        {"block": "256x-1x1"},
+        {"grid": f"{2**40}x1x6"},
     ]
     report = take_in(folder, kernel_file(tmp_path / "k.parquet", CELLS, *(CELLS | change for change in bad)))
     (file,) = report.files
-    assert (file.rows, file.new, file.already_there) == (7, 1, 0)
-    assert sorted(place for places in file.invalid.values() for place in places) == [2, 3, 4, 5, 6, 7]
+    assert (file.rows, file.new, file.already_there) == (9, 1, 0)
+    assert sorted(place for places in file.invalid.values() for place in places) == [2, 3, 4, 5, 6, 7, 8, 9]
     print_report(report)
     assert "invalid: latency_ms is not a time > 0: 1 (k.parquet:3)" in capsys.readouterr().out
     assert ask(folder, "SELECT count(*) FROM kernels") == [(1,)]

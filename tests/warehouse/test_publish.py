@@ -16,6 +16,7 @@ import pytest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import ask, run_row, samples
+from warehouse.exchange import publishing
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
@@ -287,6 +288,20 @@ def test_what_is_published_is_what_the_snapshot_shows(whole, tmp_path, no_checks
         "(SELECT run_id FROM runs WHERE source <> 'imported')",
     )
     assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted and wanted[0][-1] == 205
+
+
+def test_a_snapshot_whose_removal_is_cut_off_is_no_longer_one(filled, tmp_path, monkeypatch):
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publishing, "_publish", interrupt)
+    monkeypatch.setattr(publishing.shutil, "rmtree", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        publish(settings(filled, tmp_path / "set"))
+    monkeypatch.undo()
+    assert snapshot_names(filled) == []
+    take_snapshot(filled)
+    assert len(list(filled.snapshots.iterdir())) == 1
 
 
 def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path, no_checks):

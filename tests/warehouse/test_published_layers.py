@@ -11,7 +11,8 @@ from learn.fitting.published_jobs import layer_calls
 from tests.warehouse.warehouse_rows import ask, csv_file
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
-BELOW_ONE = "a size is below 1: {'width': 512, 'inner': 1024, 'length': -256, 'samples': 2}"
+BEYOND = "or beyond any tensor"
+BELOW_ONE = f"a size is below 1 {BEYOND}: {{'width': 512, 'inner': 1024, 'length': -256, 'samples': 2}}"
 CONFIG = json.dumps({"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"})
 
 
@@ -67,7 +68,8 @@ def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
     "source, row, reason",
     [
         ("sailor", sailor_row(value=0), "value is not a time > 0"),
-        ("sailor", sailor_row(batch_per_gpu=0), "a size is below 1: {'samples': 0, 'ranks': 1}"),
+        ("sailor", sailor_row(batch_per_gpu=0), f"a size is below 1 {BEYOND}: {{'samples': 0, 'ranks': 1}}"),
+        ("sailor", sailor_row(gpu=""), "no gpu"),
         (
             "liger",
             liger_row(x_value=-256),
@@ -135,7 +137,9 @@ def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
         ({"value": "-1"}, "value is not a time > 0"),
         ({"value": "nan"}, "value is not a time > 0"),
         ({"unit": "GB/s"}, "unknown 'GB/s'"),
-        ({"gpus": "0"}, "a size is below 1: {'ranks': 0, 'bytes': 4096}"),
+        ({"gpus": "1"}, f"a size is below 2 {BEYOND}: {{'ranks': 1, 'bytes': 4096}}"),
+        ({"size_bytes": f"{2**40}"}, f"a size is below 2 {BEYOND}: {{'ranks': 4, 'bytes': {2**40}}}"),
+        ({"gpu": ""}, "no gpu"),
         ({"gpus": "2.5"}, "invalid literal for int() with base 10: '2.5'"),
         ({"what_was_measured": "all-gather time"}, "what_was_measured is not an all-reduce"),
         ({"precision": "int8"}, "unknown 'int8'"),

@@ -353,7 +353,8 @@ def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(of_all, sou
     [
         ("vtrain", [{"value": -160}, {"what_was_measured": "memory"}, {"micro_batch": 1.5}, {"micro_batch": -1}]),
         ("nemo", [{"seq": ""}, {"gpus": -8}]),
-        ("zeus", [{"value": ""}, {"what_was_measured": "loss"}]),
+        ("zeus", [{"value": ""}, {"what_was_measured": "loss"}, {"gpus": 2}]),
+        ("timm_benchmark", [{"precision": "fp32"}, {"precision": ""}]),
     ],
 )
 def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, take, source, changes):

@@ -7,6 +7,8 @@ form of a row, `warehouse.exchange.dataset_card` the card.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from conf.cli.settings import Checked, key
-from conf.errors import UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.files.outputs import folder_problems, write_file
 from warehouse.exchange.dataset import (
     ALWAYS_THERE,
@@ -111,6 +113,7 @@ def export(settings: ExportSettings) -> ExportReport:
     report = ExportReport(settings.root)
     with (
         disk_errors_named(),
+        _lock(report.root),
         contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection,
     ):
         runs = _runs(connection, settings, report)
@@ -136,6 +139,22 @@ def export(settings: ExportSettings) -> ExportReport:
 def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
     """Return the rows of some runs, without those of an export that was killed before writing its runs."""
     return table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string())))
+
+
+@contextlib.contextmanager
+def _lock(root: Path) -> Iterator[None]:
+    """Lock the folder, or its nearest existing parent: two exports at once would mix their runs and telemetry.
+
+    The folder itself, because a lock file has no place in a data set.
+    """
+    descriptor = os.open(next(path for path in (root, *root.parents) if path.is_dir()), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise EnvironmentProblem(f"another export is at work on out={root}; run this one when it is done") from None
+    finally:
+        os.close(descriptor)
 
 
 def _runs(

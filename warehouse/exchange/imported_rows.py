@@ -474,8 +474,10 @@ def _convert(name: str, value: Any) -> Any:
 
 def _scalar(text: str) -> bool | int | float | str:
     """Return `32`, `0.1` and `true` as numbers and booleans, any other text unchanged."""
-    try:
-        value = json.loads(text.lower())
-    except ValueError:
-        return text
-    return value if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)) else text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            return number if math.isfinite(number) else text
+    return text

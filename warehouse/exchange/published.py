@@ -410,7 +410,9 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
         parameters = to_number(row.get("Total Parameters"))
         try:
             config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
-        except (ValueError, KeyError) as error:
+        except KeyError as error:
+            problem = f"file name: no known {error}"
+        except ValueError as error:
             problem = f"file name: {error}"
         status_cell = (row.get("Status") or "").strip()
         status = STATUS.get(status_cell, "invalid") if "Status" in row else "ok"

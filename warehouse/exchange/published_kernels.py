@@ -88,7 +88,7 @@ def _all_reduce(cells: Cells) -> Columns:
     if "all-reduce" not in cells["what_was_measured"]:
         raise ValueError("what_was_measured is not an all-reduce")
     dtype, element_bytes = _TYPES[cells["precision"]]
-    sizes = _whole({"ranks": cells["gpus"], "bytes": cells["size_bytes"]})
+    sizes = _whole({"ranks": cells["gpus"], "bytes": cells["size_bytes"]}, least=2)
     dims = {"shapes": [[sizes["bytes"] // element_bytes]], "arguments": {"ranks": sizes["ranks"]}}
     return {"operator": OPERATOR, "dims": dims, "dtype": dtype, "duration_us": _duration_us(cells), "timing": "loop"}
 
@@ -151,6 +151,8 @@ def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> Im
         cells = _cells(line)
         row = read(cells)
         named = device_name or _DEVICES.get(cells["gpu"], cells["gpu"])
+        if not named:
+            raise ValueError("no gpu")
         return {**row, "dims": canonical_json(row["dims"]), "device_name": named, "origin": canonical_json(cells)}
 
     def content(line: Mapping[Any, Any]) -> str:
@@ -163,10 +165,10 @@ def _cells(line: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value or "" for name, value in line.items()}
 
 
-def _whole(sizes: Mapping[str, object]) -> dict[str, int]:
+def _whole(sizes: Mapping[str, object], least: int = 1) -> dict[str, int]:
     numbers = {name: int(str(size)) for name, size in sizes.items()}
-    if min(numbers.values()) < 1:
-        raise ValueError(f"a size is below 1: {numbers}")
+    if any(not least <= number < 2**40 for number in numbers.values()):
+        raise ValueError(f"a size is below {least} or beyond any tensor: {numbers}")
     return numbers
 
 
@@ -239,7 +241,7 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
     operator, shapes = _OPERATORS[op]
     if not 0 < cells["latency_ms"] < math.inf:
         raise ValueError("latency_ms is not a time > 0")
-    sizes = {name: int(size) for name, size in json.loads(cells["dims"]).items()}
+    sizes = _whole(json.loads(cells["dims"]), least=0)
     dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
     if op == "conv":
         both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
@@ -269,8 +271,8 @@ def _shape(tensor: str, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _extent(name: str, text: str | None) -> dict[str, int | None]:
-    x, y, z = map(int, text.split("x")) if text else (None, None, None)
-    return {f"{name}_x": x, f"{name}_y": y, f"{name}_z": z}
+    sizes = _whole(dict(zip("xyz", text.split("x"), strict=True))) if text else dict.fromkeys("xyz")
+    return {f"{name}_{axis}": size for axis, size in sizes.items()}
 
 
 def _cuda(text: str) -> str | None:

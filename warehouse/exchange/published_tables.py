@@ -156,8 +156,9 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
     card = {**_card(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
     million = above_zero(row["param_m"])
     parameters = None if million is None else round(million * 1e6)
-    if batch is None or step_ms is None or side is None or not row["model"]:
-        missing = "no model, batch, image size or step time"
+    is_amp = row["precision"].lower().startswith("amp")
+    if batch is None or step_ms is None or side is None or not row["model"] or not is_amp:
+        missing = "no model, batch, image size or step time under AMP"
         yield {"family": "timm", "status": "invalid", "error": missing, **card}
         return
     config = _image_config(row["model"], batch, "fp16", row["layout"], side)
@@ -366,8 +367,14 @@ TABLES: Mapping[str, PublishedTable] = {
         },
         rules=(
             (
-                lambda row, run: _zeus_kind(row) not in (_POWER, _EPOCH_TIME) or above_zero(row["value"]) is None,
-                invalid(lambda row: f"no power or time: {row['what_was_measured']}", "power_w", "step_time_ms"),
+                lambda row, run: (
+                    _zeus_kind(row) not in (_POWER, _EPOCH_TIME)
+                    or row["gpus"] != "1"
+                    or above_zero(row["value"]) is None
+                ),
+                invalid(
+                    lambda row: f"no power or time of one GPU: {row['what_was_measured']}", "power_w", "step_time_ms"
+                ),
             ),
         ),
     ),

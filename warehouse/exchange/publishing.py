@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
 from conf.files.identity import sha256_of
-from conf.files.outputs import folder_problems, new_folder
+from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
 from conf.plain_text import sql_text
 from warehouse.exchange import load_example
 from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
@@ -297,7 +297,10 @@ def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]
     try:
         yield taken
     except BaseException:
-        shutil.rmtree(taken.folder.root, ignore_errors=True)
+        # Renamed first: a snapshot exists complete or not at all. `take_snapshot` removes what a kill leaves.
+        leaving = folder.snapshots / f".{taken.name}{TEMPORARY_SUFFIX}"
+        taken.folder.root.rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
         raise
 
 
