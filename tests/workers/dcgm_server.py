@@ -10,11 +10,17 @@ PAGE = Path(__file__).parent / "data" / "dcgm_exporter_metrics.txt"
 
 
 class DcgmServer:
-    """Use as a context manager; `url` is where it listens, `page` and `status` what it answers."""
+    """Use as a context manager; `url` is where it listens, `page` and `status` what it answers.
+
+    Connections are kept, as dcgm-exporter keeps them, unless `hang_up` is set.
+    """
 
     def __init__(self, page: Path = PAGE) -> None:
         self.page = page.read_text()
         self.status = 200
+        self.hang_up = False
+        self.ended = threading.Event()
+        self.dripping = False  # the page comes a byte at a time, for ever
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -23,11 +29,17 @@ class DcgmServer:
             disable_nagle_algorithm = True  # as Go does
 
             def do_GET(self) -> None:
+                self.close_connection = self.close_connection or owner.hang_up  # without saying so beforehand
                 body = owner.page.encode()
                 self.send_response(owner.status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                while owner.dripping and not owner.ended.wait(0.05):
+                    try:
+                        self.wfile.write(b"#")
+                    except OSError:
+                        return
                 self.wfile.write(body)
 
             def log_message(self, *arguments) -> None:
@@ -46,6 +58,7 @@ class DcgmServer:
         return self
 
     def __exit__(self, *_exception) -> None:
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

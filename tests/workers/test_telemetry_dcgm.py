@@ -256,6 +256,33 @@ def test_failed_scrapes_are_unavailable_and_an_exporter_gone_for_seconds_ends_th
         sensor.sample()
 
 
+def dripping(server, monkeypatch):
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 0.3)
+    server.dripping = True
+
+
+def endless(server, monkeypatch):
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_LIMIT_BYTES", 100_000)
+    server.page += "# a'; echo foo\n" * 10_000
+
+
+@pytest.mark.parametrize(("harm", "reason"), [(dripping, "exporter_timeout"), (endless, "exporter_error")])
+def test_an_exporter_that_drips_or_never_ends_is_given_up_and_asked_again(server, clock, monkeypatch, harm, reason):
+    sensor, page = watched(server, clock), server.page
+    harm(server, monkeypatch)
+    (sample,) = sensor.sample()
+    assert (sample.quality, sample.reasons) == ("unavailable", (reason,))
+    server.page, server.dripping = page, False
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 30.0)
+    assert qualities(sensor.sample()) == ["repeated"]  # and a late answer is not taken for this one's
+
+
+def test_a_connection_that_the_exporter_closed_is_opened_again(server, clock):
+    sensor = watched(server, clock)
+    server.hang_up = True
+    assert [qualities(sensor.sample()) for _ in range(3)] == [["repeated"]] * 3
+
+
 def read(page: str):
     return PageReader(A100_UUID).read(page)
 

@@ -238,11 +238,15 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     assert nvml.allocated == 0 and nvml.initialised == 0
 
 
-def test_gpm_that_is_gone_ends_the_sensor():
+@pytest.mark.parametrize(("code", "times"), [(15, 1), (999, 10)])
+def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
     nvml = FakeGpmNvml()
     sensor, clock = gpm_watched(nvml)
-    nvml.failing = 15
+    nvml.failing = code
     clock.pass_s(0.1)
+    for _ in range(times - 1):
+        assert sensor.sample()[0].quality == "unavailable"
+        clock.pass_s(0.1)
     with pytest.raises(SensorUnavailable, match="GPM"):
         sensor.sample()
 

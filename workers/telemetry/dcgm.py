@@ -7,8 +7,10 @@ node. `FIELDS` maps its fields to columns of `telemetry`. infra/dcgm-exporter/ d
 from __future__ import annotations
 
 import http.client
+import io
 import math
 import re
+import socket
 import time
 import urllib.parse
 from collections import deque
@@ -31,6 +33,8 @@ DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
 LAG_S = 0.3  # age of DCGM's figures when they are served, as measured in NVIDIA's issue tracker and by users
 _TIMEOUT_S = 0.5  # without a byte
+_PAGE_TIMEOUT_S = 1.0  # for a whole page
+_PAGE_LIMIT_BYTES = 16 * 1024**2
 _BUSY = 0.9
 
 
@@ -198,6 +202,7 @@ class DcgmSensor(Sensor):
         if target.device_uuid is None:
             raise SensorUnavailable("this worker has no GPU")
         self._url = url
+        self._connection = _connection(url)
         self._nvml = nvml
         self._clock_ns = clock_ns
         self._closed = False
@@ -317,28 +322,82 @@ class DcgmSensor(Sensor):
         return fields
 
     def _scrape(self) -> str:
-        """Return the page. Raises `ScrapeFailed`."""
-        parts = urllib.parse.urlsplit(self._url)
-        # No proxy: the exporter runs on this machine or near it.
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        """Return the page; reuse the connection if it is open. Raises `ScrapeFailed`."""
+        reuses_connection = self._connection.sock is not None
         try:
-            connection.request("GET", urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, "")))
-            answer = connection.getresponse()
-            body = answer.read()
+            try:
+                status, reason, body = self._get()
+            except (http.client.RemoteDisconnected, ConnectionError):
+                self._connection.close()
+                if not reuses_connection:  # only a kept connection may have been closed since
+                    raise
+                status, reason, body = self._get()
         except TimeoutError as error:
+            self._connection.close()
             message = f"the dcgm-exporter at {self._url} does not answer within {_TIMEOUT_S:g} s"
             raise ScrapeFailed(message, "exporter_timeout") from error
         except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
             raise ScrapeFailed(f"no dcgm-exporter answers at {self._url}: {error}") from error
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise ScrapeFailed(f"{self._url} answers {answer.status} {answer.reason}")
+        if len(body) > _PAGE_LIMIT_BYTES:
+            raise ScrapeFailed(
+                f"{self._url} answers with more than {_PAGE_LIMIT_BYTES // 2**20} MiB: no page of metrics"
+            )
+        if status != 200:
+            raise ScrapeFailed(f"{self._url} answers {status} {reason}")
         return body.decode("utf-8", "replace")
+
+    def _get(self) -> tuple[int, str, bytes]:
+        """Return (status, reason phrase, body)."""
+        parts = urllib.parse.urlsplit(self._url)
+        self._connection.request("GET", urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, "")))
+        answer = self._connection.getresponse()
+        body = answer.read(_PAGE_LIMIT_BYTES + 1)
+        if not answer.isclosed():  # longer than any page: the rest must not be taken for the next answer
+            self._connection.close()
+        return answer.status, answer.reason, body
 
     def close(self) -> None:
         self._closed = True
+        self._connection.close()
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    # no proxy: the exporter runs on this machine or near it
+    parts = urllib.parse.urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+    connection.response_class = _TimedResponse
+    return connection
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response that must arrive in time as a whole, because a socket timeout restarts with each byte."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), sock))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw = raw
+        self._sock = sock
+        self._give_up_ns = time.monotonic_ns() + int(_PAGE_TIMEOUT_S * 1e9)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = (self._give_up_ns - time.monotonic_ns()) / 1e9
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(min(left_s, _TIMEOUT_S))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def checked_url(url: str) -> str:

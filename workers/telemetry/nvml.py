@@ -404,6 +404,7 @@ def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
 
 
 _GPM_INTERVAL_NS = 100_000_000  # by NVIDIA, figures from samples closer than 100 ms are unreliable
+_GPM_FAILURES = 10  # failures in a row before GPM counts as gone
 
 # GPM metric id (nvmlGpmMetricId_t in nvml.h) -> column; the percentages become ratios
 _GPM_METRICS = {
@@ -445,6 +446,7 @@ class GpmSensor(Sensor):
         self._nvml = open_nvml(nvml)
         self._buffers: list[Any] = []  # two GPM samples, the older one first; they swap
         self._older_ns: int | None = None
+        self._failures = 0
         self._question: Any = None  # one struct for all readings: it has room for hundreds of metrics
         self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
         self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
@@ -492,9 +494,11 @@ class GpmSensor(Sensor):
             self._take()
             values = self._values() if since_ns is not None else {}
         except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) in GONE:
+            self._failures += 1
+            if getattr(error, "value", None) in GONE or self._failures >= _GPM_FAILURES:
                 raise SensorUnavailable(f"GPM: {error}") from error
             return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
+        self._failures = 0
         self._buffers.reverse()
         self._older_ns = now_ns
         if since_ns is None:
