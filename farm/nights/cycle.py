@@ -480,12 +480,23 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
 
 
 def _run_command(command: str, text: str, outcome: str) -> list[str]:
+    """Run the command in a session of its own: if it hangs, all that it started is killed."""
     environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
     environment.pop(SESSION_VARIABLE, None)  # the farm must not sweep processes that the command leaves
     try:
-        ended = subprocess.run(
-            command, shell=True, input=text.encode(), stdout=subprocess.DEVNULL, env=environment, timeout=_COMMAND_S
-        )
+        with subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                process.communicate(text.encode(), timeout=_COMMAND_S)
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"notify.command: {error}"]
-    return [f"notify.command ended with {ended.returncode}"] if ended.returncode else []
+    return [f"notify.command ended with {process.returncode}"] if process.returncode else []

@@ -26,7 +26,7 @@ from featurize.configs.dimensions import default_space
 from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json
-from tests.surroundings import PATIENCE_S
+from tests.surroundings import PATIENCE_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
@@ -268,10 +268,16 @@ def listener(status=200):
         thread.join()
 
 
-def test_a_command_that_hangs_is_ended(monkeypatch):
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr("farm.nights.cycle._COMMAND_S", 1.0)
-    (problem,) = notify({"outcome": "done"}, "sleep 600", None)
+    pid_file = tmp_path / "pid"
+    (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert "notify.command" in problem and "timed out" in problem
+    await_(lambda: not runs_on(int(pid_file.read_text())), "the end of what it started")
+
+
+def runs_on(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
