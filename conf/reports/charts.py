@@ -223,7 +223,7 @@ class Plot(Drawing):
 
 
 class Curve(NamedTuple):
-    """One line over names; None is a gap."""
+    """One line over names; None has no point, and the line goes on to the next."""
 
     name: str
     css: str

@@ -24,6 +24,7 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import parse_json, sync
+from conf.plain_text import shown
 from warehouse.files.folder import DataFolder
 from warehouse.reading.checks import Finding
 from warehouse.reading.pairing import shift_of
@@ -236,19 +237,30 @@ class ReportPayload(Payload):
 
 # Cached: resolving annotations takes longer than using them.
 _annotations: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
+# A field's type -> types of its values; all others may be anything.
+_TYPES: Mapping[Any, Any] = {tuple: list | tuple, Mapping: Mapping, float: float | int, int: int, str: str, bool: bool}
 
 
 def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default."""
+    """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default.
+
+    Raises `ValueError` for a value of another type.
+    """
     known = {name: annotation for name, annotation in _annotations(kind).items() if name in values}
     return kind(**{name: _value_of(annotation, values[name]) for name, annotation in known.items()})
 
 
 def _value_of(annotation: Any, value: Any) -> Any:
-    """Convert a value of JSON to its annotation's type: objects to dataclasses, lists to tuples."""
+    """Convert a value of JSON to its annotation's type: objects to dataclasses, lists to tuples.
+
+    Raises `ValueError`.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is types.UnionType and value is not None:  # X | None
         return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value)
+    expected = Mapping if dataclasses.is_dataclass(annotation) else _TYPES.get(origin or annotation, object)
+    if not isinstance(value, expected):
+        raise ValueError(f"{shown(value)} is not of type {getattr(annotation, '__name__', annotation)}")
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return payload_of(annotation, value)
     if origin is tuple:
@@ -317,9 +329,17 @@ class Cycle:
         return last.payload if last is not None and last.state == "done" else None
 
     def payload(self, kind: type[P]) -> P | None:
-        """Return the payload of that kind; None unless its step is done."""
+        """Return the payload of that kind; None unless its step is done.
+
+        Raises `EnvironmentProblem` if the journal holds something else.
+        """
         values = self.done(kind.step)
-        return None if values is None else payload_of(kind, values)
+        try:
+            return None if values is None else payload_of(kind, values)
+        except ValueError as error:
+            raise EnvironmentProblem(
+                f"the journal of cycle {self.name} is damaged at its step {kind.step}: {error}"
+            ) from error
 
 
 class Journal:

@@ -258,12 +258,14 @@ def say(cycle: Cycle, rows: ReportRows | None, findings: Sequence[Finding], note
     if cycle.outcome == "failed":
         urgent = ["Fix it, and run the same command again.", *urgent]
     look = [*_findings(findings), *_failures(run), *_learning(cycle)]
+    if run is not None and run.ended == "time" and not run.runs:
+        look.append("Give it more time: nothing was left of it for the runs.")
     if rows is None or notes:
         look.append(
             "Some files could not be read: see the notes on this page, and run python -m farm.doctor repair=true."
         )
-    is_short = cycle.outcome == "cut short" or (run is not None and run.ended == "time" and not run.runs)
-    level: Level = "bad" if cycle.outcome in ("failed", "sick") else "look" if urgent or look or is_short else "good"
+    is_worth_a_look = urgent or look or cycle.outcome == "cut short"
+    level: Level = "bad" if cycle.outcome in ("failed", "sick") else "look" if is_worth_a_look else "good"
     return Said(
         outcome=cycle.outcome,
         level=level,
@@ -327,6 +329,16 @@ class Score(LearntTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Night:
+    """Rows in all and cost of one cycle, for curves over the cycles; None: not reached, or unknown."""
+
+    cycle: str
+    rows: int | None
+    gpu_hours: float | None
+    energy_kwh: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The contents of a report; figures as the journal and the warehouse have them.
 
@@ -347,6 +359,7 @@ class Report:
     run: RunPayload | None
     findings: tuple[Finding, ...] | None  # None: nothing was checked
     scores: tuple[Score, ...]  # scores of all cycles, oldest first
+    nights: tuple[Night, ...]  # oldest first, this one last
     steps: tuple[Mapping[str, Any], ...]  # name, state, seconds, attempts and error of each
     next_plan: ChoicePayload | None
 
@@ -370,18 +383,30 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     canaries, landed = cycle.payload(CanariesPayload), cycle.payload(LandPayload)
     snapshot = landed.snapshot if landed else None
     rows = _rows(folder, cycle, canaries, snapshot, notes)
+    said = say(cycle, rows, landed.findings if landed else (), notes)
+    scores: list[Score] = []
+    nights: list[Night] = []
+    for night in [*earlier, cycle]:
+        try:
+            of_night, learnt = _night(night), _scores(night)
+        except CommandError as error:
+            notes.append(f"{error}; that night is left out")
+            continue
+        nights.append(of_night)
+        scores += learnt
     return Report(
         cycle=cycle.name,
         started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         settings=cycle.settings,
-        said=say(cycle, rows, landed.findings if landed else (), notes),
+        said=said,
         notes=tuple(notes),
         snapshot=snapshot,
         rows=rows,
         canaries=canaries,
         run=cycle.payload(RunPayload),
         findings=landed.findings if landed else None,
-        scores=tuple(score for night in [*earlier, cycle] for score in _scores(night)),
+        scores=tuple(scores),
+        nights=tuple(nights),
         steps=tuple(_step(cycle, name) for name in STEPS),
         next_plan=next_plan,
     )
@@ -407,6 +432,16 @@ def _step(cycle: Cycle, name: str) -> dict[str, Any]:
     state, error, attempts = (step.state, step.error, len(step.attempts)) if step else ("not reached", "", 0)
     seconds = step.seconds if step else None
     return {"name": name, "state": state, "seconds": seconds, "attempts": attempts, "error": error}
+
+
+def _night(cycle: Cycle) -> Night:
+    landed, run = cycle.payload(LandPayload), cycle.payload(RunPayload)
+    return Night(
+        cycle=cycle.name,
+        rows=landed.rows.get("runs") if landed else None,
+        gpu_hours=run.gpu_seconds / 3600 if run else None,
+        energy_kwh=run.energy_j / 3.6e6 if run and run.energy_j is not None else None,
+    )
 
 
 def _scores(cycle: Cycle) -> list[Score]:

@@ -6,7 +6,7 @@ Labels and errors come from third-party code.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from conf.files.outputs import write_file
@@ -35,7 +35,7 @@ from conf.reports.blocks import (
 from conf.reports.charts import SHADES, Curve, Grid, curves, heat_map
 from farm.nights.journal import ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
-from farm.nights.report import Report, Score, gather, gist
+from farm.nights.report import Night, Report, Score, gather, gist
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder, check_name
 from warehouse.tables.schema import STATUSES
@@ -222,7 +222,7 @@ def _models(report: Report) -> Section:
         if any(value is not None for which in ("in_use", "candidate") for value in _values(scores, names, which, key))
     ]
     if drawn:
-        parts.append(Lead("A full dot: a model was promoted. The held-out set grows from night to night."))
+        parts.append(Lead("The held-out set grows from night to night."))
         parts.append(Charts(tuple(drawn)))
     return Section("scores", "Estimators over the cycles", tuple(parts))
 
@@ -245,20 +245,37 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], scores
         Curve(name="in use", css="k1", values=_values(scores, names, "in_use", key)),
     ]
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
-    svg = curves([name[5:] for name in names], lines, unit, most=most)
+    svg = curves(_days(names), lines, unit, most=most)
     return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
+def _days(names: Iterable[str]) -> list[str]:
+    """Return cycles as `11-20.2`, without their year."""
+    return [name[5:] for name in names]
+
+
 def _time(report: Report) -> Section:
-    """Return the section on the time of the steps and runs, and on their energy."""
+    """Return the section on the time of the steps and runs, their energy, and the same over the cycles."""
     run = report.run or RunPayload()
     spent = f"Time of the runs: {duration(run.gpu_seconds if report.run else None)}; energy: {energy(run.energy_j)}."
     if report.simulated:
         spent += " They are simulated: no GPU was used."
     total = sum(step["seconds"] or 0.0 for step in report.steps)
     rows = [(step["name"], step["state"], duration(step["seconds"]), gist(step["error"])) for step in report.steps]
-    parts = (Lead(f"{duration(total)} in all. {spent}"), table(("step", "state", "time", "*error"), rows, words=2))
+    steps = table(("step", "state", "time", "*error"), rows, words=2)
+    nights = report.nights[-SHOWN_CYCLES:]
+    drawn = [
+        _night_chart(nights, "Rows in all", "k1", "rows", [night.rows for night in nights]),
+        _night_chart(nights, "Time of the runs", "k5", "h", [night.gpu_hours for night in nights]),
+        _night_chart(nights, "Energy of the runs", "k6", "kWh", [night.energy_kwh for night in nights]),
+    ]
+    parts = (Lead(f"{duration(total)} in all. {spent}"), steps, Charts(tuple(drawn)))
     return Section("time", "Time and energy", parts)
+
+
+def _night_chart(nights: Sequence[Night], title: str, css: str, unit: str, values: Sequence[float | None]) -> Chart:
+    svg = curves(_days(night.cycle for night in nights), [Curve(name=title, css=css, values=values)], unit)
+    return Chart(title, svg, newest_first_seen=True)
 
 
 def _next_night(report: Report) -> Section:

@@ -86,6 +86,11 @@ def test_the_nights_are_told_over_the_cycles_and_writing_again_gives_the_same(ni
     assert [one["candidate"]["mean_abs_error"] for one in report["scores"]] == [100.0, 99.0, 98.0]
     assert "memory by hybrid: mean absolute error of the logarithm" in page.text
     assert [score["cycle"] for score in report["scores"]] == ["2026-11-19", "2026-11-20", "2026-11-21"]
+    assert report["nights"] == [
+        {"cycle": f"2026-11-{19 + k}", "rows": 1 + k, "gpu_hours": 3000 / 3600, "energy_kwh": 0.25} for k in range(3)
+    ]
+    drawn = [title for title in ("Rows in all", "Time of the runs", "Energy of the runs") if title in page.text]
+    assert len(drawn) == 3
     assert {step["name"]: step["seconds"] for step in report["steps"]}["run"] == 3600.0
     assert "70.0 min in all" in page.text
     before = {path.name: path.read_bytes() for path in nights.folder.reports.iterdir()}
@@ -226,6 +231,27 @@ def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(n
     assert sum(one["rows"] for one in report["rows"]["counts"]) == 1
     assert "torn.parquet" in report["notes"][0] and report["said"]["level"] != "good"
     assert "torn.parquet" in page.text and "could not be read" in page.text
+
+
+def test_an_earlier_night_whose_records_cannot_be_read_is_noted_and_left_out(nights):
+    nights.night([nights.run_row()], learned(held_out="many"))
+    nights.night([nights.run_row()], learned("kept"))
+    report, page = written(nights)
+    assert [score["cycle"] for score in report["scores"]] == ["2026-11-20"]
+    assert [night["cycle"] for night in report["nights"]] == ["2026-11-20"]
+    (note,) = report["notes"]
+    assert "2026-11-19" in note and "'many' is not of type int" in note and note in page.text
+    assert report["said"]["level"] == "good"
+
+
+def test_a_night_without_time_for_runs_asks_for_more(nights):
+    cycle = nights.begin()
+    nights.measured(cycle, [], ended="time")
+    nights.landed(cycle, ())
+    nights.learned(cycle)
+    nights.journal.start(cycle, "report")
+    report, _ = written(nights)
+    assert report["said"]["level"] == "look" and "more time" in report["said"]["advice"][0]
 
 
 def test_errors_on_labels_that_the_model_s_own_trace_simulated_are_not_figures(nights):

@@ -211,3 +211,23 @@ def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(
     assert payload == payload_of(kind, WRITTEN[kind])
     assert payload_of(kind, {}) == kind()
     assert issubclass(kind, Payload) and all(not callable(value) for value in dataclasses.asdict(kind()).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "value"),
+    [
+        (RunPayload, {"runs": "many"}, "'many'"),
+        (RunPayload, {"by_status": {"ok": None}}, "None"),
+        (CanariesPayload, {"compared": [{"moved": "no"}]}, "'no'"),
+        (CanariesPayload, {"drift": []}, r"\[\]"),
+        (LandPayload, {"findings": 3}, "3"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line_with_the_step(folder, kind, values, value):
+    journal = Journal.open(folder)
+    name = journal.begin({}, "a").name
+    journal.start(name, kind.step)
+    cycle = journal.done(name, kind.step, values)
+    problem = f"the journal of cycle {name} is damaged at its step {kind.step}: {value} is not of type"
+    with pytest.raises(EnvironmentProblem, match=problem):
+        cycle.payload(kind)
