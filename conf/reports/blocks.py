@@ -149,22 +149,6 @@ class Bullets:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One main figure, with its name above and a remark below."""
-
-    name: str
-    value: str
-    remark: str
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The main figures, as cards side by side."""
-
-    tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True)
 class Legend:
     """Name -> colour class."""
 
@@ -238,7 +222,6 @@ Block: TypeAlias = (
     | SideBySide
     | ShareBar
     | Table
-    | Tiles
 )
 
 

@@ -127,7 +127,9 @@ class FittedModels:
         }
         absent = named is not None and "memory" not in self._packaged
         if absent and find_latest(self._folder, "memory", **wanted) is None:  # it must be fitted, at least for memory
-            raise UsageError("no fitted model for target=memory; fit one: python -m learn.fit target=memory")
+            with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
+            advice = f"fit one: python -m learn.fit target=memory estimator={named}"
+            raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
         learnt: Wanted = {**wanted, "learnt": True}
         questions, looped = [], None
         for target in TARGETS:

@@ -238,7 +238,7 @@ def _bar(part: TimePart, total_ms: float, longest_ms: float) -> tuple[Cell, ...]
 
 
 def _activations(estimate: Estimate) -> Section:
-    lead = Lead("Made in a forward pass and alive at the moment of the peak, by the module that made them.")
+    lead = Lead("Made in a forward pass and alive at the moment of the peak, in the modules that made most of it.")
     rows = [(Code(module or WHOLE), f"{mib:,.1f}") for module, mib in estimate.activations.items()]
     return Section("activations", "Activations by module", (lead, table(("module", "MiB"), rows)))
 

@@ -22,6 +22,7 @@ _ROBUST = 0.05  # beyond it, errors have a constant gradient (Huber): a few labe
 _NOTHING_KNOWN = 1e-3  # curvature of a row that does not pull at all
 _ROWS = 4096  # compared at a time
 _WORDS = 4  # of 64 rows: their bits at all nodes stay in the processor's cache
+_DEEPEST = 1000  # levels
 _INFINITE = 1e300  # LightGBM's text for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
@@ -61,11 +62,14 @@ class Trees:
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (n,) the longest distance of a node from its root, and (n,) the node's tree."""
+        """Return (n,) the longest distance of a node from its root, and (n,) the node's tree. Raises `ValueError` for a
+        cycle."""
         levels, tree = np.zeros(len(self.value), np.int16), np.zeros(len(self.value), np.intp)
         level, nodes = 0, self.root
         tree[nodes] = np.arange(len(nodes))
         while nodes.size:
+            if level > _DEEPEST:
+                raise ValueError(f"a tree has no end, or more than {_DEEPEST} levels")
             levels[nodes] = level
             following = self.children[nodes]
             tree[following] = tree[nodes][:, None]
@@ -127,9 +131,11 @@ class Trees:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
-        """Read `NAME.npz`."""
+        """Read `NAME.npz`. Raises an error where its nodes do not form trees."""
         with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
-            return cls(**stored)
+            trees = cls(**stored)
+        _ = trees.levels  # follows every child
+        return trees
 
     # ---- of the libraries' models
 

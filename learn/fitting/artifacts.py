@@ -8,7 +8,8 @@ other file of the version, and `"own_sha256"`, of the JSON itself without that k
 sort_keys=True, separators=(",", ":"))` writes it. A version can be verified with a JSON parser and a SHA-256.
 
 Refused before anything is parsed: a named file that is missing or has another size or content; a file below `model/`
-that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's folder.
+that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's folder; what
+is larger than `MOST_BYTES`, or unpacks to more than `MOST_UNPACKED_BYTES`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import platform
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 FILES = "files"
 MODEL = "model"  # folder of the files that `Estimator.load` reads
+MOST_BYTES, MOST_UNPACKED_BYTES = 2**28, 2**30  # others may have written the folder
 _verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> its problem
 _said: set[str] = set()
 
@@ -63,7 +66,8 @@ def add_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the artifact's JSON, its own checksum verified. Raises `DamagedArtifact`."""
     try:
-        described = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            described = json.loads(file.read(MOST_BYTES))
         if not isinstance(described, dict):
             raise DamagedArtifact(f"{_show(path)} is not a JSON object")
         checksum = own_sha256(described)
@@ -114,8 +118,19 @@ def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> I
             yield f"{shown} is not among the files that meta.json names"
         elif not path.is_file():
             yield f"{shown} is not there"
+        elif path.stat().st_size > MOST_BYTES or _unpacked_bytes(path) > MOST_UNPACKED_BYTES:
+            yield f"{shown} has more than {MOST_BYTES:,} bytes, or {MOST_UNPACKED_BYTES:,} unpacked"
         elif not isinstance(about, Mapping) or about.get("sha256") != sha256_of(path):
             yield f"{shown} is not what was written: its checksum is another"
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """Return the size of the arrays in an archive; 0 for what is not one, which no reader takes for one either."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return 0
 
 
 def _show(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The base of training-free estimators: an answer or a reason, its duration, and the handling of a model.
 
 Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, and restores all
-state on leaving. `Trace` is our own method: the step, traced and replayed.
+state on leaving; `explain_errors` names the part that fails. `Trace` is our own method: the step, traced and replayed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from conf.cli.commands import advice_for
@@ -351,15 +353,43 @@ def leaf_outputs(
 
 @contextlib.contextmanager
 def explain_errors(doing: str) -> Iterator[None]:
-    """Turn any error of the model into `CannotEstimate` with its text."""
+    """Turn any error of the model into `CannotEstimate` that names the operator and the module."""
+    operators = _Operators()
     try:
-        yield
+        with operators:
+            yield
     except CannotEstimate:
         raise
     except CommandError as error:  # its message already explains the job's problem
         raise CannotEstimate(str(error)) from error
     except Exception as error:  # a model may raise anything
-        raise CannotEstimate(f"{doing} fails: {exception_line(error)}") from error
+        where = f" in operator {operators.failed}" if operators.failed else ""
+        raise CannotEstimate(f"{doing} fails{where}{_module_of(error)}: {exception_line(error)}") from error
+
+
+def _module_of(error: Exception) -> str:
+    """Return words on the innermost module whose call raised the error; empty if none did."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = [frame.f_locals["self"] for frame in frames if frame.f_code is nn.Module._call_impl.__code__]
+    if not called:
+        return ""
+    names = {module: name for name, module in called[0].named_modules()}
+    return f" of module {names.get(called[-1]) or 'the model'} ({type(called[-1]).__name__})"
+
+
+class _Operators(TorchFunctionMode):
+    """A mode that stores in `failed` the innermost torch function that raised an error."""
+
+    failed: str | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = self.failed or resolve_name(func) or getattr(func, "__name__", str(func))
+            raise
 
 
 TRACE_HAS_NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"

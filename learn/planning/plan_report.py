@@ -202,7 +202,8 @@ def _tables(plan: LayoutPlan, most: int | None) -> list[Section]:
     others = [row for row in plan.rows if not row.fits]
     if others:
         rows = [(row.mesh, row.step_text, row.why or "") for row in others[:most]]
-        sections.append(Section("left", "What does not fit", (table(("mesh", "step", "*why"), rows, words=2),)))
+        lead = Lead(count_of(len(others), "row"))
+        sections.append(Section("left", "What does not fit", (lead, table(("mesh", "step", "*why"), rows, words=2))))
     return sections
 
 

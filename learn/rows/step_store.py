@@ -156,7 +156,7 @@ def pack_graph(graph: OpGraph) -> bytes:
 
 
 _WRITTEN_EVERY_S = 20.0
-FEW, MANY = 16, 64  # cases that do not justify processes, where these were asked for, and else: each imports torch
+FEW, MANY = 16, 100  # cases that do not justify processes, where these were asked for, and else: each imports torch
 
 
 class StepStore:

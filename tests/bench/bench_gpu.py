@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.command_line import EXIT_USAGE, developer_command
+from conf.cli.command_line import EXIT_USAGE
+from conf.cli.command_line import run as run_command
 from conf.cli.settings import Checked, key
 from conf.reports.blocks import print_blocks
 from farm.dispatch.ray_cluster import ClusterSettings
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         run(settings)
 
     try:
-        return developer_command("tests.bench.bench_gpu:BenchSettings", benchmarked, argv)
+        return run_command("tests.bench.bench_gpu:BenchSettings", benchmarked, argv)
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
         return EXIT_USAGE

@@ -72,7 +72,7 @@ class Plan:
     def config(self, family: str, k: int) -> TrialConfig:
         """The k-th configuration, over the family's whole space; small ones on the CPU."""
         limits = _SMALL if self.choice.backend == "cpu" else NO_LIMITS
-        return sample(_submission(family).space, self.seed, k, "stratified", limits)
+        return sample(_submission(family).spaces[0], self.seed, k, "stratified", limits)
 
     def job_id(self, protocol: str, repeat: int, k: int) -> str:
         return f"bench-{self.key}-{protocol}-{repeat}-{k:03d}"

@@ -40,7 +40,6 @@ BLOCKS = (
     b.SideBySide((b.Group(EVIL, (b.Lead(EVIL),)),)),
     STACK,
     b.table((EVIL, f"*{EVIL}", EVIL, "", ""), [(EVIL, EVIL, 12345, STACK, b.Swatch("k1", EVIL))], marked=[0]),
-    b.Tiles((b.Tile(EVIL, EVIL, EVIL),)),
 )
 
 

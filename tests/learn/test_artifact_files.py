@@ -16,6 +16,7 @@ from learn import FitSettings, estimate, fit
 from learn.build_defaults import TARGETS
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
+    add_checksums,
     default_artifact,
     find_latest,
     newest,
@@ -45,6 +46,7 @@ def data(fitted, tmp_path, monkeypatch):
     """A copy of one's own to damage; nothing is remembered of others."""
     monkeypatch.setattr(artifact_files, "_verified", {})
     monkeypatch.setattr(artifact_files, "_said", set())
+    monkeypatch.setattr(artifact_files, "MOST_UNPACKED_BYTES", 2**25)
     shutil.copytree(fitted, tmp_path / "b'; echo", symlinks=True)
     return tmp_path / "b'; echo"
 
@@ -100,10 +102,38 @@ def with_names(version):
     (version / META).write_text(json.dumps(meta))
 
 
+def with_trees(change, version):
+    """Changes the arrays of the model; the checksums are right."""
+    with np.load(version / MODEL) as stored:
+        arrays = dict(stored)
+    change(arrays)
+    np.savez_compressed(version / MODEL, **arrays)
+    meta = json.loads((version / META).read_text())
+    del meta["own_sha256"]
+    (version / META).write_text(json.dumps(add_checksums(version, meta)))
+
+
+def going_round(arrays):
+    """Two nodes are each other's children."""
+    arrays["children"][:2] = [[1, 1], [0, 0]]
+
+
+def pointing_outside(arrays):
+    arrays["children"][0] = len(arrays["children"])
+
+
+def of_zeros(arrays):
+    """A few kilobytes unpack to many."""
+    arrays["threshold"] = np.zeros(2**23)
+
+
 WAYS = {name: functools.partial(damaged, name=file, change=change) for name, (file, change) in DAMAGES.items()} | {
     "link": with_link,
     "names": with_names,
     "no checksums": without_checksums,
+    "endless trees": functools.partial(with_trees, going_round),
+    "trees outside of themselves": functools.partial(with_trees, pointing_outside),
+    "more than it seems": functools.partial(with_trees, of_zeros),
 }
 
 
