@@ -20,8 +20,11 @@ from conf.reports.blocks import (
     Block,
     Callout,
     Cell,
+    Chart,
+    Charts,
     Heading,
     Lead,
+    Legend,
     Page,
     Section,
     keep_page,
@@ -30,13 +33,14 @@ from conf.reports.blocks import (
     print_page,
     table,
 )
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, RunSet, Side, error_of
 from farm.comparison.run import Change, CompareSettings, Operators, Result, run_comparison
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT
 
-_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels of the headline and of the largest differences
+_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels in the headline, charts and largest differences
 
 
 def headline(result: Result) -> str:
@@ -216,12 +220,48 @@ def _head(result: Result) -> tuple[Block, ...]:
 def _labels(comparison: Comparison) -> Section:
     if not comparison.shifts:
         return Section("labels", "Memory and step time", (Lead("No configuration has figures on both sides."),))
+    families = dict.fromkeys(pair.before["family"] for pair in comparison.pairs)
+    css = {family: f"k{k % 7 + 1}" for k, family in enumerate(families)}
+    charts = [
+        Chart(f"{name.capitalize()}: difference of each configuration by its size before", svg)
+        for label, name in _MAIN.items()
+        if (svg := shift_chart(comparison.pairs, label, css, comparison.tolerance)) is not None
+    ]
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
     blocks = (
         Lead("Differences are relative to before; p90 is of their sizes."),
         table(heads, map(shift_row, comparison.shifts)),
+        Legend(css),
+        Charts(tuple(charts)),
     )
     return Section("labels", "Memory and step time", blocks)
+
+
+def shift_chart(pairs: Sequence[Pair], label: str, css: Mapping[str, str], tolerance: float) -> Svg | None:
+    """Draw the shift of each pair over its label before; None if no pair has figures.
+
+    Args:
+        pairs: configurations of both sides.
+        label: the column that is compared.
+        css: family -> class of its dots.
+        tolerance: relative; dashed lines show it.
+    """
+    dots = [(pair, pair.before[label], shift) for pair in pairs if (shift := pair.shift(label)) is not None]
+    if not dots:
+        return None
+    sizes = [size for _, size, _ in dots]
+    reach = 1.15 * max([abs(shift) for _, _, shift in dots] + [1.3 * tolerance, 1e-4])
+    y_axis = Axis.within(-reach, reach)
+    plot = Plot(Axis.log(min(sizes) / 1.12, max(sizes) * 1.12), y_axis, Margins(height=250.0, left=66.0, bottom=40.0))
+    plot.grid([f"{100 * tick:+.4g} %" if tick else "0" for tick in y_axis.ticks])
+    plot.across("limit", tolerance)
+    plot.across("limit", -tolerance)
+    plot.ticks_below(f"before, {LABELS[label]}")
+    for pair, size, shift in dots:
+        family = pair.before["family"]
+        title = f"{pair.key['config_hash']} ({family}): {figure(size)} {LABELS[label]}, {percent(shift)}"
+        plot.dot(f"dot {css[family]}", size, shift, 3.6, title)
+    return plot.picture(f"Relative difference of {label} over its size before, {len(dots):,} configurations")
 
 
 def _statuses(comparison: Comparison) -> Section:

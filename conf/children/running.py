@@ -313,6 +313,8 @@ def local_server(
     environment: Mapping[str, str] | None = None,
     *,
     folder_base: str = "",
+    python: str | Path = sys.executable,
+    code: Path = _ROOT,
 ) -> ChildServer:
     """Return a server that runs from this project's own files.
 
@@ -320,5 +322,7 @@ def local_server(
         prepare: `module:function` that imports modules for children; empty for none.
         environment: Environment of the server and its children; None: this process's.
         folder_base: Where to make a folder that lives as long as the server; empty for none.
+        python: The Python that runs it.
+        code: Folder of this project's packages; other packages there would hide those of `python`.
     """
-    return ChildServer([sys.executable, str(_ROOT / "conf/children/__main__.py"), prepare, folder_base], environment)
+    return ChildServer([str(python), str(code / "conf/children/__main__.py"), prepare, folder_base], environment)

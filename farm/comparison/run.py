@@ -37,6 +37,7 @@ from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
 from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
+from farm.submission.model_check import require_models
 from farm.submission.settings import SampledSettings, SubmitSettings
 from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
@@ -297,7 +298,7 @@ def run_comparison(
     with code_folder() as code:
         sides = _sides(settings, code)
         if any(isinstance(side, Environment) for side in sides):
-            settings = _ready(settings)
+            settings = _ready(settings, sides, code)
             home.create()
         run_sets = _run_set(sides[0], settings, home, code), _run_set(sides[1], settings, home, code)
         comparison = compare_runs(*run_sets, tolerance=settings.tolerance)
@@ -334,14 +335,16 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     return before, after
 
 
-def _ready(settings: CompareSettings) -> CompareSettings:
+def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> CompareSettings:
     """Return the settings with the device chosen.
 
-    Raises `UsageError` where the settings do not say what the environments run.
+    Raises `UsageError` where the settings do not say what the environments run, or no environment can run it.
     """
     submission = _submission(settings)
     device, device_line = choose_device(submission.device)
     submission.cluster.check_address()
+    environments = [(side.python, code) for side in sides if isinstance(side, Environment)]
+    require_models(submission.spaces, environments=environments)
     print(device_line)
     return dataclasses.replace(settings, device=device)
 

@@ -30,9 +30,11 @@ from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
+from farm.queue.queue_file import QueueError
 from farm.queue.queue_values import UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
+from warehouse.files.plain_file import is_passing
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
@@ -46,6 +48,7 @@ LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
 _REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
+_LAND_WITHIN_S = 60.0  # for a landing that fails with an error that may pass
 _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
@@ -104,6 +107,8 @@ class Dispatcher:
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; an unreadable one is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> its next task, leased already so it can prepare
         self._alone = RunsAlone()
+        self._returned: list[Completion] = []  # to land, in this order
+        self._failing_since_s: float | None = None  # by `steady`: when the first of them failed to land
         self._stuck_at: dict[str, float] = {}  # run_id -> deadline of its completion, by `steady`
         self._renewed_at = steady()
 
@@ -121,14 +126,15 @@ class Dispatcher:
             while True:
                 if not stop.requested:
                     self._hand_out()
-                if not self._executor.running() and (stop.requested or not self._waits_for_work()):
+                is_busy = self._returned or self._executor.running()
+                if not is_busy and (stop.requested or not self._waits_for_work()):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: a completed task must not be handed out again because its lease ran out
                 if completions and not stop.requested:
                     self._hand_out()  # before landing, so the workers do not stand idle
-                for completion in completions:
-                    self._land(completion)
+                self._returned += completions
+                self._land_returned()
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     events.emit("notice", message=notice)
@@ -218,6 +224,24 @@ class Dispatcher:
     def _waits_for_work(self) -> bool:
         """Return whether tasks of this device are left that become due later (backoff)."""
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
+
+    def _land_returned(self) -> None:
+        """Land the returned completions. After an error that may pass, the rest is kept for the next turn."""
+        while self._returned:
+            try:
+                self._land(self._returned[0])
+            except OSError as error:
+                if isinstance(error, QueueError) or not is_passing(error):
+                    raise
+                now_s = self._steady()
+                if self._failing_since_s is None:
+                    self._failing_since_s = now_s
+                    self._progress.say(f"{self._returned[0].task.run_id} cannot land now, and is kept: {error}")
+                if now_s > self._failing_since_s + _LAND_WITHIN_S:
+                    raise
+                return
+            self._failing_since_s = None
+            del self._returned[0]
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)

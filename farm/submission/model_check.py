@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import TIME, Ended
-from conf.children.running import local_server
+from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
@@ -38,18 +40,29 @@ _CHARACTERS = 400  # characters of a problem
 _FIELD = "model"
 _DIMENSIONS = (_FIELD, "arguments", "image_size")  # those that decide whether a model can be built
 
+Environment = tuple[Path, Path]  # a Python, and a folder with only this project's packages
 
-def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
-    """Raise `UsageError` that names each model of the spaces that does not exist, with near names.
 
+def require_models(
+    spaces: Iterable[Space],
+    patience_s: float = PATIENCE_S,
+    environments: Sequence[Environment | None] = (None,),
+) -> None:
+    """Raise `UsageError` that names each model of the spaces that no environment has, with near names.
+
+    None is this process's environment. A model that only some environments lack is no mistake: a comparison shows it.
     A library's model with plain arguments is built without memory. For other code, the module is imported and the
     factory looked up.
     """
-    models = [model for space in spaces for model in _models_of(space)]
-    problems: dict[str, None] = {}
-    for model, problem in zip(models, _ask(models, patience_s) if models else (), strict=True):
-        if problem is not None:
-            problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
+    missing = [(model, "") for space in spaces for model in _models_of(space)]
+    for environment in environments:
+        if missing:
+            models = [model for model, _ in missing]
+            answers = zip(models, _ask(models, patience_s, environment), strict=True)
+            missing = [(model, problem) for model, problem in answers if problem is not None]
+    problems = dict.fromkeys(
+        problem or f"importing {shown(model['name'])} ends the process" for model, problem in missing
+    )
     if problems:
         raise UsageError(first_few(list(problems), _SHOWN))
 
@@ -98,12 +111,12 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
+def _ask(models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment | None) -> list[str | None]:
     """Return each model's problem: None if it has none or was not checked in time, "" if it ended the child."""
     answers: list[str | None] = []
     ended: Ended | None = None
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    with contextlib.suppress(EnvironmentProblem), contextlib.closing(local_server("")) as server:
+    with contextlib.suppress(EnvironmentProblem), contextlib.closing(_server(environment)) as server:
         written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
         answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
     started, answers = bool(answers), answers[1:]
@@ -113,6 +126,13 @@ def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | N
     elif unchecked:  # no model's fault: the trials will report what is missing
         print(f"{unchecked} of {len(models)} models cannot be checked now, and are queued unchecked", file=sys.stderr)
     return [*answers, *[None] * (len(models) - len(answers))]
+
+
+def _server(environment: Environment | None) -> ChildServer:
+    if environment is None:
+        return local_server("")
+    python, code = environment
+    return local_server("", {**os.environ, "PYTHONPATH": str(code)}, python=python, code=code)
 
 
 def problem_of(model: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,8 @@ page. `tests/faults/test_compare_environments.py` runs the command on two enviro
 import datetime
 import json
 import stat
+import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
+from farm.comparison import run
 from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
@@ -215,6 +218,7 @@ def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_
     assert "step time equal in all" in out and "1 ended otherwise" in out
     assert "Not compared: operators are traced under an environment" in out and f"page: {page}" in out
     html = page.read_text()
+    assert html.count("<title>" + HASHES[1]) == 2, "a dot in the chart of memory, and in that of step time"
     assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html
     report = json.loads(page.with_suffix(".json").read_text())
     assert report["before"]["versions"]["torch_version"] == ["2.12.0"]
@@ -245,3 +249,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, argu
     assert compare(*arguments, data=home) == 2
     assert expected_text in capsys.readouterr().err
     assert not home.exists()
+
+
+def test_a_model_that_the_environment_lacks_is_one_line_and_leaves_nothing(before, tmp_path, capsys, monkeypatch):
+    side = Environment(text="env", python=Path(sys.executable), versions={"torch_version": "9.9.9"}, fingerprint="0")
+    monkeypatch.setattr(run, "side_of", lambda key, *_: RunSet(folder=before) if key == "before" else side)
+    arch = ["+arch=zoo", "arch.space.model=torch.nn:Nope", "arch.space.inputs='float32[4]'", "arch.space.batch_size=2"]
+    home = tmp_path / "home"
+    assert compare(f"before={before.root}", "after=env", "n=2", "device=simulated", *arch, data=home) == 2
+    assert "torch.nn has no attribute 'Nope'" in capsys.readouterr().err and not home.exists()

@@ -258,10 +258,14 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
     assert executor.handed_out == [("mlp-00000001", 1, 1), ("mlp-00000001", 2, 1)]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_run_that_cannot_land_is_given_back_without_an_attempt(folder, queue, monkeypatch, code):
+@pytest.mark.parametrize(
+    ("code", "failures", "lands"), [(errno.EIO, 3, True), (errno.EIO, 1000, False), (errno.ENOSPC, 1, False)]
+)
+def test_a_run_that_cannot_land_for_a_moment_is_kept_and_else_given_back_without_an_attempt(
+    folder, queue, monkeypatch, code, failures, lands
+):
     submit(queue, 2)
-    left = [OSError(code, os.strerror(code))]
+    left = [OSError(code, os.strerror(code))] * failures
 
     def write(self, *arguments, really=RunWriter.write):
         if left:
@@ -269,9 +273,11 @@ def test_a_run_that_cannot_land_is_given_back_without_an_attempt(folder, queue, 
         return really(self, *arguments)
 
     monkeypatch.setattr(RunWriter, "write", write)
-    with pytest.raises(OSError, match=os.strerror(code)):
-        work(folder, queue)
-    assert queue.pending() == 2 and runs(folder) == []
+    if not lands:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            work(folder, queue)
+        assert queue.pending() == 2 and runs(folder) == []
+        left.clear()
     executor, _ = work(folder, queue)
     assert sorted(executor.handed_out) == [("mlp-00000001", 0, 1), ("mlp-00000001", 1, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]

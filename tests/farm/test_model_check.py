@@ -9,6 +9,7 @@ import pytest
 
 from conf.children.running import ChildServer
 from conf.cli import command_line as cli
+from conf.errors import UsageError
 from farm import submit as submit_module
 from farm.submission import model_check
 from farm.submission.model_check import problem_of, require_models
@@ -88,6 +89,16 @@ def test_an_unknown_name_of_a_library_has_near_names(here):
     assert "has no attribute 'resnt18'; near names: resnet18" in problem(zoo("torchvision.models:resnt18"))
     assert problem(zoo("torchvision.models:resnet18", arguments="{num_classes: 7}")) is None
     assert "num_clases" in problem(zoo("torchvision.models:resnet18", arguments="{num_clases: 7}"))
+
+
+def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
+    lacking = {"old": {"torch.nn:New"}, "new": {"torch.nn:Removed"}, "newer": {"torch.nn:Removed", "torch.nn:New"}}
+    answers = {name: lambda model, of=of: "none" if model["name"] in of else None for name, of in lacking.items()}
+    monkeypatch.setattr(model_check, "_ask", lambda models, _, where: [answers[where](model) for model in models])
+    spaces = [zoo(["torch.nn:New", "torch.nn:Removed"])]
+    require_models(spaces, environments=["old", "new"])
+    with pytest.raises(UsageError, match=r"^none$"):
+        require_models(spaces, environments=["new", "newer"])
 
 
 @installed("timm")

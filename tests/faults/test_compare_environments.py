@@ -82,7 +82,7 @@ def test_a_release_that_changes_an_operator_is_told_by_operator_and_again_runs_n
     assert relu["before"]["calls"] > 0 == relu["after"]["calls"]
     assert clamp["after"]["calls"] == relu["before"]["calls"] and clamp["before"]["calls"] == 0
     assert relu["configurations"] == clamp["configurations"] == 3
-    # Again: nothing is run, nothing is traced. More: the difference.
+    # Again: nothing is run. More: the difference.
     again, output = compare(data, environments, "n=3")
     assert (
         again == comparison and "0 trials added (3 were queued before)" in output and "starting workers" not in output
