@@ -101,6 +101,11 @@ def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
         require_models(spaces, environments=["new", "newer"])
 
 
+def test_code_of_ones_own_is_not_checked_where_estimates_cannot_be_imported(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "learn.job.training_job", None)
+    assert problem(zoo("checked_nets.small:nope")) is None
+
+
 @installed("timm")
 def test_an_unknown_model_of_timm_has_near_names(here):
     assert "has no model 'resnt18'; near names: resnet18" in problem(parse_space("timm", {"model": "resnt18"} | SIZE))
