@@ -6,6 +6,7 @@ Start reading at `main`. Unlike `python -m`, it searches the working folder last
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -34,13 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     name, *remaining = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(_listing())
-        sys.exit(0)
+        _exit_after_printing(_listing())
     if name == "--version":
         from importlib.metadata import version
 
-        print(f"gpufarm {version('gpufarm')}")
-        sys.exit(0)
+        _exit_after_printing(f"gpufarm {version('gpufarm')}")
     module = COMMANDS.get(name)
     if module is None:
         from conf.errors import unknown_name
@@ -83,6 +82,15 @@ def _listing() -> str:
 def _exit_with_error(text: str) -> NoReturn:
     print(f"error: {text}", file=sys.stderr)
     sys.exit(EXIT_USAGE)
+
+
+def _exit_after_printing(text: str) -> NoReturn:
+    """Print and exit with 0, even if the reader has closed its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def ask(data, sql: str, **how) -> list[tuple]:
 
 
 def findings_of(folder):
-    """What the checks find in a folder's rows."""
+    """The checks' findings in a folder's rows."""
     with contextlib.closing(warehouse.connect(folder)) as connection:
         return check(connection)
 
