@@ -420,7 +420,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("examples", ["5", pytest.param("60", marks=pytest.mark.wide)])  # wide: more of the same
+@pytest.mark.parametrize("examples", ["10", pytest.param("60", marks=pytest.mark.wide)])  # wide: more of the same
 def test_no_body_that_the_description_allows_or_refuses_makes_the_service_fail(service, tmp_path, examples):
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json"]
     command += ["--phases", "examples,fuzzing", "--max-examples", examples, "--seed", "1", "--request-timeout", "30"]
