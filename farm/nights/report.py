@@ -383,7 +383,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     canaries, landed = cycle.payload(CanariesPayload), cycle.payload(LandPayload)
     snapshot = landed.snapshot if landed else None
     rows = _rows(folder, cycle, canaries, snapshot, notes)
-    said = say(cycle, rows, landed.findings if landed else (), notes)
+    verdict = say(cycle, rows, landed.findings if landed else (), notes)
     scores: list[Score] = []
     nights: list[Night] = []
     for night in [*earlier, cycle]:
@@ -398,7 +398,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         cycle=cycle.name,
         started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         settings=cycle.settings,
-        said=said,
+        said=verdict,
         notes=tuple(notes),
         snapshot=snapshot,
         rows=rows,
