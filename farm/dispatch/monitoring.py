@@ -119,6 +119,8 @@ def _file_handler(file: str, settings: LogSettings) -> logging.Handler:
     try:
         Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         output = checked_output(file, key=_KEY)
+        if output.is_plain and output.path.exists() and output.path.stat().st_nlink > 1:  # its lines are added in place
+            raise UsageError(f"log.file={file} has a second name, perhaps in a data folder; name another file")
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))

@@ -47,7 +47,7 @@ def test_every_family_has_its_jobs_with_every_training_setting_sampled(tmp_path,
     jobs = collect.jobs_of(family, settings(tmp_path))
     assert [job.device.memory_fraction for job in jobs.values()] == [None, 0.5, 0.25, None]
     assert len({job.seed for job in jobs.values()}) == len(jobs)
-    varied = {dimension.name for dimension in jobs[1.0].space.varied}
+    varied = {dimension.name for dimension in jobs[1.0].spaces[0].varied}
     assert set(collect.TRAINING) <= varied
     assert len(jobs["pairs"].batch_sizes) > 1
 
@@ -66,7 +66,7 @@ def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(tmp_path):
     pairs = submitted("pairs")
     assert {name: one.sharing for name, one in pairs.items()} == {"time_slicing": "time_slicing", "mps": "mps"}
     assert pairs["mps"].collocate == "pairs" and pairs["mps"].families == ("mlp", "cnn")
-    (layouts,) = [dimension for dimension in submitted("ranks")["mlp"].space.varied if dimension.name == "parallel"]
+    (layouts,) = [dimension for dimension in submitted("ranks")["mlp"].spaces[0].varied if dimension.name == "parallel"]
     assert [text.split(",")[0] for text in layouts.choices] == ["ddp=2", "fsdp=2", "fsdp=2"]
     power = submitted("power")["mlp"]
     assert power.window.kind == "fixed" and power.batch_sizes == (4, 1024)

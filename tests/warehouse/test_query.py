@@ -233,11 +233,12 @@ def test_out_is_never_a_file_of_the_data_folder(query, filled, folder, tmp_path,
     before = run_file.read_bytes()
     (tmp_path / "link").symlink_to(folder.queue)
     os.link(folder.queue, tmp_path / "hard")
-    for out in (folder.queue, run_file, run_file.parent / "planted.parquet", tmp_path / "link", tmp_path / "hard"):
+    for out in (folder.queue, run_file, run_file.parent / "planted.parquet", tmp_path / "link"):
         code, _, err = query(SELECT, f"format={name}", "out=" + "'" + str(out).replace("'", "\\'") + "'")
         assert code == 2 and "is a file of the data folder" in err
-    assert folder.queue.read_bytes() == b"precious" and run_file.read_bytes() == before
     assert not (run_file.parent / "planted.parquet").exists()
+    assert query(SELECT, f"format={name}", f"out={tmp_path / 'hard'}")[0] == 0, "the other name is replaced"
+    assert folder.queue.read_bytes() == b"precious" and run_file.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])

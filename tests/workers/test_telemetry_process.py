@@ -179,5 +179,4 @@ def course(reported, sampled):
         warmup_ns=None,
         window_ns=None,
         window_end_ns=None,
-        period_s=0.1,
     )

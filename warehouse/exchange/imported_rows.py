@@ -84,13 +84,15 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
 
     Cells beyond the header are a list under the key None; missing cells are None.
     """
+    before = csv.field_size_limit(_CELL_CHARACTERS)  # of the whole process
     try:
-        csv.field_size_limit(_CELL_CHARACTERS)
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"path={path} is not a CSV file: {error}") from error
+    finally:
+        csv.field_size_limit(before)
 
 
 def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
