@@ -37,6 +37,7 @@ from conf.plain_text import one_line, printable, truncated
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
+    from typing_extensions import Buffer
 
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
@@ -189,6 +190,15 @@ def _standard_files() -> bool:
     for text in (sys.stderr, sys.stdout):
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        is_unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
+        sys.stdout = io.TextIOWrapper(
+            _Output() if is_unbuffered else io.BufferedWriter(_Output()),
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
     return True
 
 
@@ -196,13 +206,32 @@ def _flush_output(code: int) -> int:
     """Flush standard output and return the exit code, or `EXIT_USAGE` if the output cannot be written."""
     try:
         sys.stdout.flush()
-    except OSError as error:
+    except BrokenPipeError:
         _discard_output()
-        if code or isinstance(error, BrokenPipeError):  # an error that has been printed, or a reader that has enough
-            return code
-        print_error(f"standard output cannot be written: {error.strerror}")
+    except EnvironmentProblem as error:
+        _discard_output()
+        if code != EXIT_USAGE:  # its error has been printed
+            print_error(error)
         return EXIT_USAGE
     return code
+
+
+class _Output(io.FileIO):
+    """The process's standard output; closing this object does not close it.
+
+    If it cannot be written, for example on a full disk, it raises `EnvironmentProblem`: a failed print names no file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise EnvironmentProblem(f"standard output cannot be written: {error.strerror}") from error
 
 
 def _discard_output() -> None:

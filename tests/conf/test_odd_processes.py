@@ -104,7 +104,7 @@ def test_closed_input_and_closed_errors_do_no_harm(place):
 def test_output_that_cannot_be_written_is_one_line_and_no_silent_0(queued, arguments, unbuffered):
     environment = {"PYTHONUNBUFFERED": unbuffered, "GPUFARM_DATA": "ü"}
     code, _, err = start(queued, *arguments, redirect=">/dev/full", **environment)
-    assert code == 2 and is_one_line(err) and b"No space left on device" in err
+    assert code == 2 and is_one_line(err) and b"standard output cannot be written: No space left on device" in err
 
 
 def test_a_reader_that_has_had_enough_is_no_mistake(place):
