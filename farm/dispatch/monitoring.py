@@ -27,7 +27,7 @@ import pyarrow as pa
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import checked_output, folder_problems
+from conf.files.outputs import checked_output, folder_problems, output_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
@@ -56,8 +56,7 @@ class LogSettings(Checked, section="log"):
         file = Path(self.file).expanduser()
         if not file.parent.is_dir():
             return folder_problems(file.parent, key=_KEY)
-        checked_output(file, key=_KEY)
-        return ()
+        return output_problems(file, key=_KEY)
 
 
 class Events:
@@ -71,7 +70,7 @@ class Events:
 
     @classmethod
     def open(cls, settings: LogSettings) -> Events:
-        """Open the log. Raises `UsageError` if the file cannot be written, or belongs to a data folder."""
+        """Open the log. Raises `CommandError` if the file cannot be written, or belongs to a data folder."""
         events = cls()
         if settings.file is not None:
             events._add(_file_handler(settings.file, settings))
