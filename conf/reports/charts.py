@@ -43,10 +43,9 @@ class Drawing:
     def __init__(self) -> None:
         self._shapes: list[str] = []
 
-    def text(self, css: str, x: float, y: float, content: str, anchor: Anchor = "middle", title: str = "") -> None:
+    def text(self, css: str, x: float, y: float, content: str, anchor: Anchor = "middle") -> None:
         self._shapes.append(
-            f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-            f"{_escape(content)}{_title(title)}</text>"
+            f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(content)}</text>'
         )
 
     def path(self, css: str, d: str, title: str = "") -> None:
@@ -182,7 +181,7 @@ class Plot(Drawing):
 
     def ticks_below(self, title: str = "", unit: str = "") -> None:
         """Label the ticks of the horizontal axis if there is room, and write `title` below."""
-        self.texts("axis", [(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
+        self.texts([(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
         if title:
             self.text("axis", self.right, self.height - 5, title, "end")
 
@@ -207,14 +206,14 @@ class Plot(Drawing):
         x, y = self.x(left) + gap, self.y(high)
         self.rect(css, x, y, self.x(right) - gap - x, self.y(low) - y, title=title)
 
-    def texts(self, css: str, places: Sequence[tuple[float, float, str]], anchor: Anchor = "middle") -> None:
-        """Write texts at pixels from right to left; skip those without room, but never the rightmost."""
+    def texts(self, places: Sequence[tuple[float, float, str]]) -> None:
+        """Write an axis's texts at pixels from right to left; skip those without room, but never the rightmost."""
         free_to = math.inf
         for x, y, text in sorted(places, reverse=True):
             half = len(text) * LETTER_PX / 2
             x = min(x, self.width - half - 2)
             if x + half <= free_to:
-                self.text(css, x, y, text, anchor)
+                self.text("axis", x, y, text)
                 free_to = x - half - _LEAST_GAP
 
     def picture(self, label: str, *, css: str = "") -> Svg:
@@ -234,28 +233,24 @@ def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, most: float 
     """Draw lines over `names`, from 0 on.
 
     Args:
-        names: Names from left to right; every line has a value or None for each.
+        names: Names from left to right; every line has a value or None for each. The last is always written, others
+            if there is room.
         lines: The lines to draw.
         unit: Unit of the values.
         most: The largest possible value, a limit for the axis.
     """
     known = [value for line in lines for value in line.values if value is not None]
     top = 1.08 * max(known, default=0.0) or 1.0
-    plot = _over_names(names, top if most is None else min(top, most), unit)
+    y_axis = Axis.of(0.0, top if most is None else min(top, most))
+    plot = Plot(Axis(0.0, max(len(names), 1)), y_axis, Margins())
+    plot.grid(unit=unit)
+    plot.texts([(plot.x(k + 0.5), plot.bottom + 20, name) for k, name in enumerate(names)])
     for line in lines:
         points = [(k + 0.5, value) for k, value in enumerate(line.values) if value is not None]
         plot.line(f"line {line.css}", points, line.name)
         for x, value in points:
             plot.dot(line.css, x, value, 2.5, figure(value))
     return plot.picture(f"{', '.join(line.name for line in lines)} [{unit}]")
-
-
-def _over_names(names: Sequence[str], top: float, unit: str) -> Plot:
-    """Return a plot with a place for each name; the last is always labelled, others if there is room."""
-    plot = Plot(Axis(0.0, max(len(names), 1)), Axis.of(0.0, top), Margins())
-    plot.grid(unit=unit)
-    plot.texts("axis", [(plot.x(k + 0.5), plot.bottom + 20, name) for k, name in enumerate(names)])
-    return plot
 
 
 def against(
