@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# On all cores, where pip would compile one file after the other; not what few tests import, if any, nor what is moved.
+# Compiles on all cores, while pip would compile one file after the other. Leaves out what few tests import, if any, and
+# torchvision, which may be kept aside.
 COMPILE = $(BIN)/python -m compileall -q -q -j 0 \
   -x '/(tests?|diffusers|fontTools|mypyc?|torchvision|transformers/models|ray/(data|llm|rllib|train|tune))/' \
   "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true
@@ -53,7 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "no virtual environment can be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(PIP_INSTALL) --upgrade pip  # the one that Python brings takes twice as long to choose releases
 	$(PIP_INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
-	# pip keeps one core busy: the other compiles what is there. setuptools takes folders of data for unlisted packages.
+	# pip keeps one core busy: the others compile what is there. setuptools warns of data folders as if they were packages.
 	@echo "installing packages"; $(COMPILE) & PYTHONWARNINGS=ignore $(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]" && wait
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
 	@echo "installing models and layers"; $(COMPILE) & \

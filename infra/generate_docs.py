@@ -161,10 +161,8 @@ def blocks_of(page: str) -> list[Block]:
         if command in _ABOVE:
             before = [m for m in _FENCED.finditer(page, 0, match.start()) if m["language"] == _ABOVE[command][0]]
             code = before[-1]["code"]
-        hide = []
-        for line in match["options"].strip().splitlines():
-            hide.append(line.strip().removeprefix("hide: "))
-        blocks.append(Block(command=command, code=code, hide=tuple(hide), body=match["body"]))
+        hide = tuple(line.strip().removeprefix("hide: ") for line in match["options"].strip().splitlines())
+        blocks.append(Block(command=command, code=code, hide=hide, body=match["body"]))
     return blocks
 
 

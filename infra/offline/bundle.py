@@ -163,7 +163,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
             raise UsageError(f"present= has {shown(line)}; write names, or lines of `pip list --format=freeze`")
         try:
             versions[canonicalize_name(name)] = Version(version) if version else None
-        except InvalidVersion:  # as of Ubuntu's `distro-info==1.1build1`
+        except InvalidVersion:  # such as Ubuntu's `distro-info==1.1build1`
             versions[canonicalize_name(name)] = None
     return versions
 
