@@ -199,6 +199,19 @@ def _owner(path: Path) -> Path | None:
     return None
 
 
+def is_link_of_own(path: Path, data: Path) -> bool:
+    """Return whether the file is a hard link of one of the data folder's own files."""
+    status = _status(path)
+    if status is None or status.st_nlink == 1:
+        return False
+    for folder, _, names in os.walk(data):
+        for own in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                if os.path.samestat(own.lstat(), status) and _owner(own) is not None:
+                    return True
+    return False
+
+
 def _is_data_folder(folder: Path) -> bool:
     try:
         marker = read_json(folder / "format.json", MARKER_BYTES)

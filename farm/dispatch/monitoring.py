@@ -27,7 +27,7 @@ import pyarrow as pa
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import checked_output, folder_problems, output_problems
+from conf.files.outputs import checked_output, folder_problems, is_link_of_own, output_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
@@ -69,11 +69,14 @@ class Events:
         self._has_warned = False
 
     @classmethod
-    def open(cls, settings: LogSettings) -> Events:
-        """Open the log. Raises `CommandError` if the file cannot be written, or belongs to a data folder."""
+    def open(cls, settings: LogSettings, data: Path | None = None) -> Events:
+        """Open the log. Raises `CommandError` if the file cannot be written, or belongs to a data folder.
+
+        `data` is a data folder whose own files are refused as hard links, too: lines are added to them in place.
+        """
         events = cls()
         if settings.file is not None:
-            events._add(_file_handler(settings.file, settings))
+            events._add(_file_handler(settings.file, settings, data))
         if settings.format == "json":
             events._add(logging.StreamHandler(sys.stdout))
         return events
@@ -113,13 +116,14 @@ class Events:
             handler.close()
 
 
-def _file_handler(file: str, settings: LogSettings) -> logging.Handler:
+def _file_handler(file: str, settings: LogSettings, data: Path | None) -> logging.Handler:
     """Return a handler with a rotated file; a device or a pipe is not rotated."""
     try:
         Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         output = checked_output(file, key=_KEY)
-        if output.is_plain and output.path.exists() and output.path.stat().st_nlink > 1:  # its lines are added in place
-            raise UsageError(f"log.file={file} has a second name, perhaps in a data folder; name another file")
+        if data is not None and is_link_of_own(output.path, data):
+            owned = f"it is a file of the data folder {data}; choose a place outside"
+            raise UsageError(f"{_KEY}={file} cannot be written: {owned}")
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
@@ -348,7 +352,7 @@ class Service:
     def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
         """Open the log and serve the metrics, where the settings ask for them. Raises `UsageError`."""
         with contextlib.ExitStack() as stack:
-            service = cls(events=stack.enter_context(Events.open(log)), quiet=log.format == "json")
+            service = cls(events=stack.enter_context(Events.open(log, folder.root)), quiet=log.format == "json")
             if service.quiet:  # standard output holds events only
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if metrics.port is not None:
