@@ -241,13 +241,13 @@ _annotations: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type
 _TYPES: Mapping[Any, Any] = {tuple: list | tuple, Mapping: Mapping, float: float | int, int: int, str: str, bool: bool}
 
 
-def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
+def payload_of(kind: type[T], values: object) -> T:
     """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default.
 
     Raises `ValueError` for a value of another type.
     """
-    known = {name: annotation for name, annotation in _annotations(kind).items() if name in values}
-    return kind(**{name: _value_of(annotation, values[name]) for name, annotation in known.items()})
+    payload: T = _value_of(kind, values)
+    return payload
 
 
 def _value_of(annotation: Any, value: Any) -> Any:
@@ -262,7 +262,8 @@ def _value_of(annotation: Any, value: Any) -> Any:
     if not isinstance(value, expected):
         raise ValueError(f"{shown(value)} is not of type {getattr(annotation, '__name__', annotation)}")
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return payload_of(annotation, value)
+        names = [known.name for known in dataclasses.fields(annotation) if known.name in value]
+        return annotation(**{name: _value_of(_annotations(annotation)[name], value[name]) for name in names})
     if origin is tuple:
         return tuple(_value_of(arguments[0], item) for item in value)
     if origin is Mapping:

@@ -207,7 +207,7 @@ def test_a_payload_is_read_and_written_as_the_journal_has_it(kind, written):
 
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(kind):
-    payload = payload_of(kind, {**WRITTEN[kind], "of_tomorrow": {"a": [1]}})
+    payload = payload_of(kind, {**WRITTEN[kind], "of_tomorrow": {"a": [1]}, "step": "another"})
     assert payload == payload_of(kind, WRITTEN[kind])
     assert payload_of(kind, {}) == kind()
     assert issubclass(kind, Payload) and all(not callable(value) for value in dataclasses.asdict(kind()).values())
@@ -221,6 +221,7 @@ def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(
         (CanariesPayload, {"compared": [{"moved": "no"}]}, "'no'"),
         (CanariesPayload, {"drift": []}, r"\[\]"),
         (LandPayload, {"findings": 3}, "3"),
+        (LandPayload, [], r"\[\]"),
     ],
 )
 def test_a_value_of_another_type_is_one_line_with_the_step(folder, kind, values, value):
