@@ -81,7 +81,8 @@ class TracePool:
                 self._living_server()
                 self._store.beat()
             except _UNUSABLE as error:  # `/readyz` then reports an old pulse
-                self._log("trace_pool", problem=str(error))
+                if not self._ended.is_set():
+                    self._log("trace_pool", problem=str(error))
             self._ended.wait(_BEAT_EVERY_S)
 
     def _work(self) -> None:
