@@ -407,7 +407,7 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
 
 def _ran(ran: RunPayload, source: str) -> str:
     statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
-    return f"{counted(ran.runs, 'run was', 'runs were')} {source} ({statuses or 'none'})"
+    return f"{counted(ran.runs, 'run was', 'runs were')} {source}" + (f" ({statuses})" if statuses else "")
 
 
 def _pairs(ran: RunPayload) -> str:
@@ -497,6 +497,8 @@ def _run_command(command: str, text: str, outcome: str) -> list[str]:
             finally:
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"notify.command: {error}"]
+    except subprocess.TimeoutExpired:
+        return [f"notify.command took longer than {_COMMAND_S:g} s and was killed"]
+    except OSError as error:
+        return [f"notify.command: {error.strerror}"]
     return [f"notify.command ended with {process.returncode}"] if process.returncode else []
