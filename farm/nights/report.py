@@ -139,6 +139,7 @@ def _read(
         f"AND source = {sql_text(source)}"
     )
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
+    failed_tonight = sum(count.tonight for count in counts if count.status in FAILED)
     untrusted = connection.execute(f"SELECT count(*) FROM attempts WHERE quality = 'untrusted' AND {tonight}")
     ((untrusted_tonight,),) = untrusted.fetchall()
 
@@ -153,8 +154,8 @@ def _read(
         levels=tuple(_levels(execute, families, name) for name in UTILIZATION_EDGES),
         regions=tuple(filter(None, (_region(counted, family) for family in families))),
         absent_families=tuple(name for name in family_names() if name not in families),
-        failures=_failure_groups(connection, tonight),
-        failed_tonight=sum(count.tonight for count in counts if count.status in FAILED),
+        failures=_failure_groups(connection, tonight) if failed_tonight else (),
+        failed_tonight=failed_tonight,
         untrusted_tonight=untrusted_tonight,
     )
 
