@@ -144,14 +144,13 @@ def _print_table(report: dict[str, Any]) -> None:
         ids = (one_line(job[name]) for name in ("job_id", "family", "policy"))
         counts = (job[name] for name in ("n", "queued", "running", "done"))
         rows.append((*ids, *counts, statuses, rate, time_left, job["priority"], one_line(job["state"])))
-    heads = ("job", "family", "policy", "n", "queued", "running", "done")
-    heads_of_progress = ("*runs by status", "per min", "time left", "priority", "*state")
+    heads = ("job", "family", "policy", "n", "queued", "running", "done", "*runs by status", "per min", "time left")
     lines = []
     if any(job["state"] == "stopped" for job in report["jobs"]):
         lines.append("stopped: no dispatcher works on this folder; `python -m farm.work` continues.")
     lines += [line for job in report["jobs"] if "errors" in job for line in _detail(job)]
     texts = map(Lead, map(printable, lines))  # errors are whatever a trial printed
-    print_blocks(table((*heads, *heads_of_progress), rows, words=3, copied="job"), *texts)
+    print_blocks(table((*heads, "priority", "*state"), rows, words=3, copied="job"), *texts)
 
 
 def _detail(job: dict[str, Any]) -> Iterator[str]:

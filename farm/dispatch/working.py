@@ -428,7 +428,7 @@ def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> dict[str, str]:
 def failed_job(queue: Queue, job_id: str) -> str | None:
     """Return the failure of a job, in words, if every ended trial failed, else None. Only its latest errors are read.
 
-    It names the most common reason. The queue has none of runs that it knows from the warehouse.
+    It names the most common reason, if the queue has one: runs that it knows from the warehouse alone have none there.
     """
     counts = sorted(queue.counts(job_id).by_status.items(), key=lambda pair: -pair[1])
     by_status = {status: count for status, count in counts if count}

@@ -154,9 +154,9 @@ def choose(
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
-            unit = get_target(target).space
-            shifted = to_space(outlook.figures[target][candidate_rows], unit) + doubt.shift
-            figures[target][candidate_rows] = from_space(shifted, unit)
+            space = get_target(target).space
+            shifted = to_space(outlook.figures[target][candidate_rows], space) + doubt.shift
+            figures[target][candidate_rows] = from_space(shifted, space)
     cells = Map.of([*fresh_configs, *known.configs], figures, outlook.parameters, estimator.device.memory_mib)
     if doubts:
         places = _draw_places(cells, doubts, figures["memory"], candidate_rows, n, estimator.device.memory_mib, seed)

@@ -93,8 +93,11 @@ def test_an_unknown_name_of_a_library_has_near_names(here):
 
 def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
     lacking = {"old": {"torch.nn:New"}, "new": {"torch.nn:Removed"}, "newer": {"torch.nn:Removed", "torch.nn:New"}}
-    answers = {name: lambda model, of=of: "none" if model["name"] in of else None for name, of in lacking.items()}
-    monkeypatch.setattr(model_check, "_ask", lambda models, _, where: [answers[where](model) for model in models])
+
+    def answers(models, _, environment):
+        return ["none" if model["name"] in lacking[environment] else None for model in models]
+
+    monkeypatch.setattr(model_check, "_ask", answers)
     spaces = [zoo(["torch.nn:New", "torch.nn:Removed"])]
     require_models(spaces, environments=["old", "new"])
     with pytest.raises(UsageError, match=r"^none$"):
