@@ -319,7 +319,7 @@ def _configs_at(
     drawn: _Drawn | None,
 ) -> list[TrialConfig]:
     """Return the configs (one a batch size) at `point`, or at its first valid and new substitute."""
-    rejected: list[dict[str, str]] = []
+    rejected: list[dict[str, str | int]] = []
     for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
         if drawn is not None and not drawn.is_new(drawn_values):
             continue
@@ -383,8 +383,9 @@ def _search(
         yield dict(values)
 
 
-def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> TrialConfig | dict[str, str]:
-    """Return the config, or every rule that it breaks: the rule without the value -> the text with it."""
+def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> TrialConfig | dict[str, str | int]:
+    """Return the config, or every rule that it breaks: the rule without the value -> the text with it, or the limit ->
+    what the config needs."""
     missing = missing_fields(family, values)
     if missing:  # no other point of this space has a value either
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
@@ -407,7 +408,7 @@ def missing_fields(family: ModuleType, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str]:
+def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str | int]:
     if limits == NO_LIMITS:
         return {}
     plan = families.layers_of(config)
@@ -415,20 +416,23 @@ def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str]:
         "max_parameters": totals(plan).parameters,
         "max_memory_mib": rough_memory_mib(plan, config.batch_size, config.optimizer),
     }
-    rules = {name: f"limits.{name}={limit:.12g}" for name, limit in vars(limits).items() if limit is not None}
     return {
-        rule: f"{rule}, needed {math.ceil(needs[name]):,}"
-        for name, rule in rules.items()
-        if needs[name] > getattr(limits, name)
+        f"limits.{name}={limit:.12g}": math.ceil(needs[name])
+        for name, limit in vars(limits).items()
+        if limit is not None and needs[name] > limit
     }
 
 
-def _no_valid_configuration(family: str, index: int, rejected: list[dict[str, str]]) -> str:
-    counts = Counter(rule for texts in rejected for rule in texts)
-    texts = {rule: text for broken in reversed(rejected) for rule, text in broken.items()}
-    sentences = [
-        f"{count:,} of {len(rejected):,} points broke '{texts[rule]}'" for rule, count in counts.most_common(4)
-    ]
+def _no_valid_configuration(family: str, index: int, rejected: list[dict[str, str | int]]) -> str:
+    counts = Counter(rule for broken in rejected for rule in broken)
+    sentences = []
+    for rule, count in counts.most_common(4):
+        many = f"all {count:,} points" if count == len(rejected) else f"{count:,} of {len(rejected):,} points"
+        breaches = [broken[rule] for broken in rejected if rule in broken]
+        if needs := [breach for breach in breaches if isinstance(breach, int)]:
+            sentences.append(f"{rule} rejected {many}; the smallest needed {min(needs):,}")
+        else:
+            sentences.append(f"{many} broke '{breaches[0]}'")
     return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}"
 
 

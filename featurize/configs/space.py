@@ -155,8 +155,19 @@ def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | Non
         return None if isinstance(value, bool) else f"{name} must be true or false, got {value!r}"
     if all(map(_is_number, samples)) and not _is_number(value):
         return f"{name} must be a number, got {value!r}"
+    refusal = _refusal(family, name, value)
+    if refusal is None:
+        return None
+    if isinstance(known, Range) and _is_number(value) and value < known.low and _refusal(family, name, known.low - 1):
+        return f"{name} must be >= {known.low}, got {value!r}"
+    return f"{value!r} gives no config: {refusal}"
+
+
+def _refusal(family: str, name: str, value: Scalar) -> str | None:
+    """Return why no point of the family's own space gives a config with this value; None if one does."""
     built = [_build(families.get_family(family), {**point, name: value}) for point in _own_points(family)]
-    return f"{value!r} gives no config: {built[0]}" if all(isinstance(result, str) for result in built) else None
+    refusals = [result for result in built if isinstance(result, str)]
+    return refusals[0] if len(refusals) == len(built) else None
 
 
 def _is_switch(dimension: Dimension) -> bool:

@@ -189,7 +189,7 @@ BAD = {
     "n=1 telemetry.dcgm_url=nowhere": "telemetry.dcgm_url",
     "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
     "n=1 arch.space.topology=[nope]": "arch.space.topology: topology must be one of pyramid, ",
-    "n=1 limits.max_parameters=1": "1,000 of 1,000 points broke 'limits.max_parameters=1, needed ",
+    "n=1 limits.max_parameters=1": "limits.max_parameters=1 rejected all 1,000 points; the smallest needed ",
     "n=1 cluster.kind=slurm": "unknown cluster.kind 'slurm'; known: inline, ray",
 }
 

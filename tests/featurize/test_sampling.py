@@ -173,7 +173,7 @@ def test_a_space_without_valid_configuration_says_which_rule_rejected_how_many(t
         sample(space, 0, 3, "uniform", Limits(max_parameters=100))
     message = str(caught.value)
     assert "of 1,000 points broke 'width must be odd, got 666'" in message
-    assert "of 1,000 points broke 'limits.max_parameters=100, needed " in message
+    assert "limits.max_parameters=100 rejected " in message and "the smallest needed 1,000,000" in message
 
 
 def test_a_field_that_nothing_sets_is_a_usage_error(toy):
