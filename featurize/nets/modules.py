@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +62,24 @@ class Stack(nn.Module):
         return x
 
 
-def conv_block(inputs: int, outputs: int, style: Any, stride: int = 1) -> nn.Sequential:
+class ConvStyle(Protocol):
+    """Properties that the convolution blocks of one network share; its config has them."""
+
+    @property
+    def kernel_size(self) -> int: ...
+    @property
+    def dilation(self) -> int: ...
+    @property
+    def batch_norm(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+def conv_block(inputs: int, outputs: int, style: ConvStyle, stride: int = 1) -> nn.Sequential:
     """Return [N, C_in, H, W] -> [N, C_out, ceil(H / stride), ceil(W / stride)]: convolution, norm, activation, dropout.
 
-    `style` is the network's config, whose blocks are alike: kernel_size, dilation, batch_norm, activation, dropout.
     Uneven padding (even kernels) is a separate module: `padding="same"` does the same, but not with a stride.
     """
     total = style.dilation * (style.kernel_size - 1)
@@ -86,7 +100,7 @@ def conv_block(inputs: int, outputs: int, style: Any, stride: int = 1) -> nn.Seq
     )
 
 
-def _norm(channels: int, style: Any) -> list[nn.Module]:
+def _norm(channels: int, style: ConvStyle) -> list[nn.Module]:
     return [nn.BatchNorm2d(channels)] if style.batch_norm else []
 
 
@@ -94,7 +108,7 @@ class ResidualBlock(nn.Module):
     """Two convolution blocks, the first with the stride, plus the input, fitted by a 1x1 convolution where
     necessary."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, style: Any):
+    def __init__(self, inputs: int, outputs: int, stride: int, style: ConvStyle):
         super().__init__()
         if inputs == outputs and stride == 1:
             self.shortcut: nn.Module = nn.Identity()
@@ -111,7 +125,7 @@ class ResidualBlock(nn.Module):
 class DenseBlock(nn.Module):
     """Each convolution block reads the block's input and all earlier outputs: C_in + count * growth channels out."""
 
-    def __init__(self, inputs: int, growth: int, count: int, style: Any):
+    def __init__(self, inputs: int, growth: int, count: int, style: ConvStyle):
         super().__init__()
         self.convolutions = nn.ModuleList(conv_block(inputs + i * growth, growth, style) for i in range(count))
 
@@ -122,7 +136,7 @@ class DenseBlock(nn.Module):
         return torch.cat(features, dim=1)
 
 
-def transition(inputs: int, outputs: int, style: Any, *, shrink: bool) -> nn.Sequential:
+def transition(inputs: int, outputs: int, style: ConvStyle, *, shrink: bool) -> nn.Sequential:
     """Return the part between dense blocks: 1x1 convolution, norm, ReLU (always, as published), 2x2 mean."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 1),
