@@ -403,6 +403,13 @@ def _frames(block: Block, step: int, phase: str) -> list[dict[str, Any]]:
 TAKEN = ("segment_alloc", "segment_map")
 BEYOND = 1 << 50  # past all addresses of real drivers: segments go there once simulation and record differ
 GIVEN_BACK = ("segment_free", "segment_unmap")
+_IN_WORDS = {
+    "segment_alloc": "takes a segment of",
+    "segment_map": "maps",
+    "segment_free": "gives back a segment of",
+    "segment_unmap": "unmaps",
+    "oom": "runs out of memory for",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +429,9 @@ class HistoryReplay:
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                return f"at segment event {i} the simulator has {_in_words(ours)}, the record {_in_words(theirs)}"
+                return (
+                    f"at segment event {i} the simulator {_in_words(ours)}, the recorded allocator {_in_words(theirs)}"
+                )
         return None
 
 
@@ -494,11 +503,15 @@ def replay_history(
 
 
 def _in_words(event: SegmentEvent | None) -> str:
-    return "nothing more" if event is None else f"{event.action} of {event.size / MIB:,.10g} MiB"
+    if event is None:
+        return "does nothing more"
+    stream = f" on stream {event.stream}" if event.stream else ""
+    return f"{_IN_WORDS[event.action]} {event.size / MIB:,.10g} MiB{stream}"
 
 
 def _is_emptied(allocator: CachingAllocator, changes: Sequence[SegmentEvent], action: str) -> bool:
-    """Return whether the cache was emptied before an action, and not, or with equal events, by the request itself."""
+    """Return whether the cache was emptied before an action, rather than by its request. Where both explain the freed
+    segments, it was emptied before."""
     freed = [event.address for event in itertools.takewhile(lambda event: event.action in GIVEN_BACK, changes)]
     settings = allocator.settings
     if not freed:
@@ -514,8 +527,8 @@ def _is_emptied(allocator: CachingAllocator, changes: Sequence[SegmentEvent], ac
 
 
 class _ReplayedAllocator(CachingAllocator):
-    """An allocator whose requests take none of the cache while `grows`: one that itself freed pages maps new ones, even
-    if what is left of the cache has a piece for it."""
+    """An allocator whose requests take nothing from the cache while `grows`: a request that itself freed pages maps new
+    ones, even if a piece that is left in the cache would do."""
 
     grows = False
 

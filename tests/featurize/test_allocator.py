@@ -356,7 +356,7 @@ def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
     replay = replay_history(history)
     assert [event.size for event in replay.simulated] == [20 * MIB]
     assert replay.first_difference() == (
-        "at segment event 1 the simulator has nothing more, the record segment_alloc of 20 MiB"
+        "at segment event 1 the simulator does nothing more, the recorded allocator takes a segment of 20 MiB"
     )
     assert replay.unmatched_frees == 1
     assert replay.allocator.snapshot()[0].address == 0x7F0000000000

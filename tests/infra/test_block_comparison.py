@@ -44,7 +44,7 @@ def test_another_setting_of_the_allocator_is_the_allocators_difference():
     other = compare_blocks(planted_history(conf="expandable_segments:True", recorded_conf=""))
     assert other.verdict == "allocator"
     assert other.allocator_difference == (
-        "at segment event 0 the simulator has segment_alloc of 2 MiB, the record segment_map of 2 MiB"
+        "at segment event 0 the simulator takes a segment of 2 MiB, the recorded allocator maps 2 MiB"
     )
 
 
