@@ -188,7 +188,9 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise UsageError(f"deepspeed is a JSON file or a mapping of settings, got {type(given).__name__}")
     try:
         content = json.loads(Path(given).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not a path, not text, or not JSON
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"deepspeed: {shown(str(given))} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:  # not text, or not a path
         raise UsageError(f"deepspeed: {shown(str(given))} cannot be read: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
@@ -228,10 +230,8 @@ class _Reader:
 
     def _read_types(self) -> None:
         enabled = []
-        for name, block in {
-            "bf16": self._block("bf16"),
-            "fp16": self._block("fp16"),
-        }.items():
+        for name in ("bf16", "fp16"):
+            block = self._block(name)
             value = self._value(block, "enabled", name)
             if value not in (None, True, False):
                 self.problems.append(f"{name}.enabled must be true, false or auto, got {shown(value)}")

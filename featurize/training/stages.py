@@ -123,11 +123,15 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
         given, accepted = survey.outputs[place - 1], survey.inputs.get(place)
         if accepted is not None and (accepted.shape, accepted.dtype) != (given.shape, given.dtype):
             raise UsageError(
-                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({list(given.shape)} "
-                f"{given.dtype}) before {survey.paths[place]} takes it ({list(accepted.shape)} {accepted.dtype}), so "
-                f"that no stage begins between the two; stage_starts names other modules, {EXAMPLE_STARTS}"
+                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_describe(given)}) before "
+                f"{survey.paths[place]} takes it ({_describe(accepted)}), so that no stage begins between the two; "
+                f"stage_starts names other modules, {EXAMPLE_STARTS}"
             )
     return starts
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
@@ -267,12 +271,15 @@ def result_of(output: Any) -> Tensor:
 
 
 def _named_starts(survey: Survey, given: Sequence[str]) -> list[int]:
-    if list(given) != [path for path in survey.paths[1:] if path in given]:
+    if unknown := [path for path in given if path not in survey.paths[1:]]:
         raise UsageError(
-            f"parallel: stage_starts: a stage cannot begin at {', '.join(given)}; at these it can, in this order: "
+            f"parallel: stage_starts: a stage cannot begin at {', '.join(unknown)}; at these it can: "
             f"{_some(survey.paths[1:])}"
         )
-    return [survey.paths.index(path) for path in given]
+    places = [survey.paths.index(path) for path in given]
+    if places != sorted(set(places)):
+        raise UsageError("parallel: stage_starts must be in the order in which the modules run, each once")
+    return places
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -188,7 +188,7 @@ def test_what_a_file_asks_for_beyond_the_estimate_is_refused(given, problem):
 def test_a_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
-    for name, problem in (("none", "cannot be read"), ("broken", "cannot be read"), ("list", "holds no settings")):
+    for name, problem in (("none", "cannot be read"), ("broken", "is not JSON"), ("list", "holds no settings")):
         with pytest.raises(UsageError, match=problem):
             read_deepspeed(tmp_path / f"{name}.json", ranks=2)
 
