@@ -115,21 +115,20 @@ def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str
     if llvm_target is not None:
         return _TARGETS[llvm_target]
     assert compute_capability is not None, "a description has either"
-    capability = compute_capability
     # ATen/cuda/CublasHandlePool.cpp: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8; cuBLASLt shares it from PyTorch
     # 2.8 on, and took 1 MiB more for single calls before, which is left out. sdp_utils.cpp: flash attention from
     # compute capability 8.0 on, heads up to 256.
     return Architecture(
-        title=f"compute capability {capability[0]}.{capability[1]}",
+        title=f"compute capability {compute_capability[0]}.{compute_capability[1]}",
         vendor=NVIDIA,
-        fp32_lanes=next(lanes for oldest, lanes in _FP32_LANES if capability >= oldest),
+        fp32_lanes=next(lanes for oldest, lanes in _FP32_LANES if compute_capability >= oldest),
         warp_size=32,
-        watts_per_tflop=next(watts for oldest, watts in _WATTS_PER_TFLOP if capability >= oldest),
-        blas_workspace_bytes=32 * MIB if capability[0] == 9 else 8 * MIB + 128 * 1024,
+        watts_per_tflop=next(watts for oldest, watts in _WATTS_PER_TFLOP if compute_capability >= oldest),
+        blas_workspace_bytes=32 * MIB if compute_capability[0] == 9 else 8 * MIB + 128 * 1024,
         blas_fallback_bytes=0,
-        attention=AttentionKernels(256 if capability >= (8, 0) else 0, _ANY_WIDTH),
+        attention=AttentionKernels(256 if compute_capability >= (8, 0) else 0, _ANY_WIDTH),
         tf32_convolutions=True,
-        torch_capability=capability,
+        torch_capability=compute_capability,
     )
 
 

@@ -103,7 +103,7 @@ def load_named(
         load: Imports the module.
 
     Raises:
-        UsageError: An unknown module or attribute; of attributes with near names.
+        UsageError: An unknown module, or an unknown attribute, with near names.
     """
     module_name, _, attributes = name.partition(":")
     try:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 
 @functools.cache
-def packaged_parameters() -> Any:
+def packaged_parameters() -> Mapping[str, Any]:
     """Return the content of the file."""
-    return json.loads(resources.files("featurize.timing").joinpath("parameters.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        resources.files("featurize.timing").joinpath("parameters.json").read_text(encoding="utf-8")
+    )
+    return content

@@ -269,7 +269,7 @@ def load_efficiencies() -> LearnedEfficiencies:
     return read_efficiencies(packaged_parameters())
 
 
-def read_efficiencies(content: Any) -> LearnedEfficiencies:
+def read_efficiencies(content: Mapping[str, Any]) -> LearnedEfficiencies:
     """Return the efficiencies in the content of a file that `efficiencies_text` wrote."""
     compute, bandwidth = content["compute"], content["bandwidth"]
     parameters = Parameters(

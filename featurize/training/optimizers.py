@@ -50,8 +50,8 @@ def make_optimizer(
             like in torch/optim), one after another with `loop`, without a copy with `fused`.
 
     Raises:
-        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run; or
-            transformers is, for its Adafactor.
+        EnvironmentProblem: transformers is missing, for its Adafactor, or bitsandbytes is; or the parameters are on the
+            CPU, where bitsandbytes cannot run.
     """
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
@@ -227,7 +227,10 @@ class OptimizerOnHost(OwnOptimizer):
     Gradients are copied to the host, and weights back, without an operator."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.zero_grad = model.zero_grad  # type: ignore[method-assign]
+        self._model = model
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._model.zero_grad(set_to_none=set_to_none)
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:

@@ -261,7 +261,7 @@ class PipelineRank(ShardedRank):
                 sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
             )
         stage = cut(model, survey, starts[number], starts[number + 1], inputs, self.recorder)
-        if not any(parameter.requires_grad for parameter in model.parameters()):  # PyTorch's ranks wait for ever
+        if not any(parameter.requires_grad for parameter in model.parameters()):  # PyTorch's ranks would wait forever
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         remaining = {id(module) for module in model.modules()}
         own_modules = [module for module in gathered if id(module) in remaining]
