@@ -228,6 +228,11 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
         for name, usual in _BNB_USUAL.items()
         if name in given and given[name] not in usual
     ]
+    problems += [
+        f"{name} must be true or false, got {shown(given[name])}"
+        for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant")
+        if not isinstance(given.get(name, False), bool)
+    ]
     kind = given.get("bnb_4bit_quant_type", "fp4")
     in_8_bits = given.get("load_in_8bit") is True
     if kind not in ("nf4", "fp4"):
@@ -235,11 +240,11 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
     if in_8_bits == (given.get("load_in_4bit") is True):
         problems.append("give either load_in_4bit or load_in_8bit as true")
     skip = given.get("llm_int8_skip_modules")
-    if skip is not None and (problem := _problem_of_field("llm_int8_skip_modules", skip)):
-        problems.append(problem)
+    if skip is not None and not (isinstance(skip, list) and all(isinstance(name, str) for name in skip)):
+        problems.append(f"llm_int8_skip_modules must be a list of modules' names, got {shown(skip)}")
     if problems:
         raise UsageError("; ".join(problems))
-    four = f"{kind}-dq" if given.get("bnb_4bit_use_double_quant") is True else kind
+    four = f"{kind}-dq" if given.get("bnb_4bit_use_double_quant") else kind
     settings = {"quantize": "int8" if in_8_bits else four}
     return settings if skip is None else {**settings, "quantize_skip": list(skip)}
 

@@ -135,6 +135,9 @@ def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configurati
         ({"auto_mapping": {"parent_library": "os"}}, {}, "auto_mapping is not followed; leave it out"),
         ({}, {"quant_method": "gptq"}, "quant_method must be bitsandbytes"),
         ({}, {"bits": 4}, "unknown 'bits'; known: load_in_4bit, load_in_8bit"),
+        ({}, {"bnb_4bit_use_double_quant": "yes"}, "bnb_4bit_use_double_quant must be true or false, got 'yes'"),
+        ({}, {"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules must be a list of modules' names"),
+        ({}, {"llm_int8_skip_modules": 5}, "llm_int8_skip_modules must be a list of modules' names, got 5"),
     ],
 )
 def test_fields_of_an_adapter_that_are_no_plain_data_are_refused_by_name(adapter, quantization, words):
