@@ -118,7 +118,8 @@ class _Numbered(NamedTuple):
 
 
 def _number_sizes(args: tuple[Any, ...], may_transpose: bool) -> _Numbered | None:
-    """Number the sizes of a call's tensors; return None if one is not contiguous, nor, where it may, transposed."""
+    """Number the sizes of a call's tensors; return None if one is neither contiguous nor, where that is allowed,
+    transposed."""
     layouts = []
     for value in args:
         if isinstance(value, Tensor):
