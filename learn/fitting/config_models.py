@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.errors import UsageError
 from featurize.configs.dimensions import Space, default_space
 from featurize.configs.draws import Limits, sample_range
 from featurize.configs.features import group_key
@@ -141,6 +142,7 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
     """Fit a target's model, or `BOUND`'s, to all rows; return it with its `meta.json`.
 
     Its errors, and the `above` by which the bound exceeds its own figure, are of a fit without the groups judged.
+    Raises `UsageError` for rows of which a family's are too few to hold some out.
     """
 
     def fitted(known: Rows) -> LightGBMEstimator:
@@ -149,6 +151,8 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
         return estimator.fit(known)
 
     train, test = map(rows.subset, hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed))
+    if lacking := [family for family in FAMILIES if family not in test.family]:
+        raise UsageError(f"no rows of {', '.join(lacking)} are held out, so the errors of {name} are unknown")
     point = fitted(train).predict(test.cases).point
     of_family = {family: test.family == family for family in FAMILIES}
     estimator = fitted(rows)

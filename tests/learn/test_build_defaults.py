@@ -242,5 +242,5 @@ def test_models_without_a_figure_that_method_fast_learns_are_refused(targets, bo
 
 def test_a_family_without_held_out_rows_is_refused_since_its_errors_are_unknown():
     rows = make_rows("memory", make_configs(20, families=("mlp",)), range(1000, 1020))
-    with pytest.raises(AssertionError, match="each family has rows held out"):
+    with pytest.raises(cli.UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
         fit_config_model("memory", rows, 0)
