@@ -55,7 +55,6 @@ class MeasuredMemory(Checked):
     mib: float = key(help="the number, in MiB", kind="number >= 0")
     reserved_mib: float = key(0.0, "the most that the allocator held reserved; 0 for idle and context", "number >= 0")
     loads_cudnn: bool = key(False, "whether the job runs cuDNN's layers (convolutions, recurrent ones)")
-    source: str = key("here", "where it was read, for messages")
 
     def problems(self) -> Iterator[str]:
         if self.mib < self.reserved_mib:
@@ -117,24 +116,29 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     try:
         reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
         lines = [(reader.line_num, line) for line in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read as a CSV file: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    except csv.Error as error:
+        raise UsageError(f"{path} is not a CSV file: {error}") from error
     header = tuple(reader.fieldnames or ())
-    if not {"kind", "mib"} <= set(header) <= set(COLUMNS):
-        raise UsageError(f"{path}: columns are kind, mib and, where needed, {', '.join(_JOB_COLUMNS)}; got {header}")
+    if unknown := [name for name in header if name not in COLUMNS]:
+        raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
+    if missing := [name for name in ("kind", "mib") if name not in header]:
+        raise UsageError(f"{path}: missing column {', '.join(missing)}")
     numbers = []
     for number, line in lines:
-        source = f"{path.name}, line {number}"
         try:
-            numbers.append(_of_line({name: value for name, value in line.items() if value}, device, source))
+            numbers.append(_of_line({name: value for name, value in line.items() if value}, device))
         except (CommandError, ValueError, TypeError, RecursionError) as error:
-            raise UsageError(f"{source}: {first_line(error)}") from error
+            raise UsageError(f"{path.name}, line {number}: {first_line(error)}") from error
     return numbers
 
 
-def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> MeasuredMemory:
-    number = MeasuredMemory(kind=line.get("kind", ""), mib=float(line.get("mib", "nan")), source=source)
+def _of_line(line: Mapping[str, str], device: DeviceSpec) -> MeasuredMemory:
+    number = MeasuredMemory(kind=line.get("kind", ""), mib=float(line.get("mib", "nan")))
     if number.kind not in ("process", "card"):
+        if extra := [name for name in _JOB_COLUMNS if name in line]:
+            raise UsageError(f"kind {number.kind} has no job; leave {', '.join(extra)} empty")
         return number
     if "config" in line:
         mapping = json.loads(line["config"])
@@ -166,13 +170,13 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
 
     with contextlib.closing(warehouse.connect(folder)) as connection:
         rows = connection.execute(
-            "SELECT run_id, config, device_name, peak_memory_mib, peak_reserved_mib FROM runs "
+            "SELECT config, device_name, peak_memory_mib, peak_reserved_mib FROM runs "
             "WHERE status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL AND group_id IS NULL "
             "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib IS NOT NULL "
             "AND peak_reserved_mib IS NOT NULL ORDER BY finished_at DESC"
         ).fetchall()
     numbers: list[MeasuredMemory] = []
-    for run_id, text, device_name, process_mib, reserved_mib in rows:
+    for text, device_name, process_mib, reserved_mib in rows:
         if plain_device(device_name) != plain_device(device.name) or len(numbers) == MOST_RUNS:
             continue
         try:
@@ -180,13 +184,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
         except CommandError:  # the config cannot be read or traced
             continue
         numbers.append(
-            MeasuredMemory(
-                kind="process",
-                mib=process_mib,
-                reserved_mib=reserved_mib,
-                loads_cudnn=loads_cudnn,
-                source=f"run {run_id}",
-            )
+            MeasuredMemory(kind="process", mib=process_mib, reserved_mib=reserved_mib, loads_cudnn=loads_cudnn)
         )
     return numbers
 
@@ -247,9 +245,7 @@ def entry(settings: CalibrateSettings) -> None:
 def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
     """Return the numbers that were given, else those of the data folder's runs."""
     given = {"idle": settings.idle_mib, "context": settings.context_mib}
-    measured = [
-        MeasuredMemory(kind=kind, mib=mib, source=f"{kind}_mib") for kind, mib in given.items() if mib is not None
-    ]
+    measured = [MeasuredMemory(kind=kind, mib=mib) for kind, mib in given.items() if mib is not None]
     if settings.measured is not None:
         measured += measured_in_csv(Path(settings.measured), device)
     return measured or measured_in_runs(folder.open(), device)

@@ -81,7 +81,9 @@ def test_configs_without_a_trace_move_with_the_machine_too():
     ],
 )
 def test_one_to_five_numbers_foretell_the_figures_of_their_own_kind(jobs):
-    made = calibrate(list(numbers_of(TRUE, *jobs)), A100)
+    measured = list(numbers_of(TRUE, *jobs))
+    made = calibrate(measured, A100)
+    assert [number.mib for number in numbers_of(made, *jobs)] == pytest.approx([n.mib for n in measured], abs=1)
     kind, _, loads_cudnn = jobs[-1]
     (other_job,) = numbers_of(TRUE, (kind, 12_000, loads_cudnn))
     others_mib = made.other_mib if kind == "card" else 0
@@ -128,12 +130,13 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib\nallocated,5\n", "line 2: unknown kind 'allocated'; known: card, context, idle, process"),
         ("kind,mib\nprocess,5\n", "line 2: a job is reserved_mib with cudnn"),
         ("kind,mib\nidle,-5\n", "line 2: mib must be a number >= 0, got -5.0"),
+        ("kind,mib,reserved_mib\nidle,5,6\n", "line 2: kind idle has no job"),
         ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
         ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
         ("kind,mib,config\nprocess,5,7\n", "line 2: config is JSON, but no object"),
-        ("kind,mib\nidle," + "x" * 140_000 + "\n", "cannot be read as a CSV file"),
-        ("kind,watts\nidle,5\n", "columns are kind, mib and"),
-        ("mib\n5\n", "columns are kind, mib and"),
+        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is not a CSV file"),
+        ("kind,watts\nidle,5\n", "unknown column watts; known: kind, mib"),
+        ("mib\n5\n", "missing column kind"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
@@ -166,7 +169,7 @@ def test_without_numbers_and_measured_runs_there_is_nothing_to_calibrate(tmp_pat
     assert not (folder.root / "machines").exists()
 
 
-def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, answer, monkeypatch):
+def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, answer, shown, monkeypatch):
     monkeypatch.setattr("learn.calibrate.MOST_RUNS", 4)
     configs = make_configs(6, families=("mlp",))
     outside_mib = TRUE.outside_mib(False)
@@ -188,4 +191,5 @@ def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_pat
             labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
         )
     printed = answer(f"data={tmp_path / 'd'}", run=run)
+    assert "by 4 numbers" in shown(f"data={tmp_path / 'd'}", run=run)
     assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)
