@@ -6,13 +6,14 @@ Start reading at `move_by_runs`.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -123,30 +124,48 @@ class OnTrace(NamedTuple):
 
 
 def known_runs(given: object) -> tuple[KnownRun, ...]:
-    """Return the measured runs of a list of mappings or `KnownRun`; none for None and for the words `RUNS` and
-    `NONE`.
+    """Return the measured runs of a list of mappings or `KnownRun`, or of such a list as JSON; none for None and for
+    the words `RUNS` and `NONE`.
 
     Raises:
         UsageError: Anything else; the message names the place.
     """
     if given is None or given == RUNS or leaves_out(given):
         return ()
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise UsageError(f"{_TAKES}; got {shown(given)}")
+    if isinstance(given, str):
+        given = _from_json(given)
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+        advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
+        raise UsageError(f"{_TAKES}; got {shown(given)}{advice}")
     runs = []
+    names = [field.name for field in fields(KnownRun)]
     for place, value in enumerate(given):
-        try:
-            runs.append(value if isinstance(value, KnownRun) else KnownRun(**value))
-        except UsageError as error:
-            raise UsageError(f"known[{place}]: {error}") from error
-        except TypeError as error:
-            raise UsageError(f"known[{place}]: a run is as in {_EXAMPLE}, got {shown(value)}") from error
+        if isinstance(value, Mapping):
+            if unknown := [str(name) for name in value if name not in names]:
+                raise UsageError(f"known[{place}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+            if missing := [name for name in ("batch_size", "memory_mib") if name not in value]:
+                raise UsageError(f"known[{place}]: missing {', '.join(missing)}")
+            try:
+                value = KnownRun(**value)
+            except UsageError as error:
+                raise UsageError(f"known[{place}]: {error}") from error
+        if not isinstance(value, KnownRun):
+            raise UsageError(f"known[{place}]: a mapping is wanted, got {type(value).__name__}")
+        runs.append(value)
     return tuple(runs)
 
 
 def leaves_out(known: object) -> bool:
     """Return whether `known=` asks for an estimate without measured runs: the word `NONE`, or an empty list."""
     return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
+
+
+def _from_json(text: str) -> Any:
+    """Return the content of JSON text. Raises `UsageError` for other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def move_by_runs(

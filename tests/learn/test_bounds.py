@@ -189,17 +189,20 @@ def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured
     assert done.answered_by["memory"] == "trace with 1 measured run" and "at a batch of 32;" in done.warnings[0]
 
 
-def test_the_command_takes_a_coverage_and_measured_runs(answer, shown):
+def test_the_command_takes_a_coverage_and_measured_runs_also_as_json(answer, shown):
     done = answer(MAPPING, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]")
     assert done["coverage"] == 0.95 and done["answered_by"]["memory"] == "trace with 1 measured run"
     assert "95 % bound" in shown(MAPPING, "coverage=0.95")
+    as_json = answer(MAPPING, """known='[{"batch_size": 32, "memory_mib": 1900}]'""")
+    assert "1 measured run" in as_json["answered_by"]["memory"]
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("coverage=0.999", "at most 0.99"),
-        ("""known='[{"batch_size": 32, "memory_mib": 1900}]'""", "[{batch_size: 32, memory_mib: 10240"),
+        ("""known='[{"batch_size": 32 "memory_mib": 1900}]'""", "not JSON (Expecting ',' delimiter"),
+        ("""known='[{"batch_size": 32 "memory_mib": 1900}]'""", "[{batch_size: 32, memory_mib: 10240"),
         (
             """known=[{"batch_size": 32, "memory_mib": 1900}]""",
             "write KEY=VALUE (a mapping's keys have no quotes: {key: value})",
@@ -213,15 +216,16 @@ def test_the_command_refuses_a_coverage_and_measured_runs_that_cannot_be(refused
 # Measured runs that cannot be, and what is said of them.
 IMPOSSIBLE_RUNS = [
     ({"batch_size": 8}, "known is a list"),
-    ([{"batch_size": 8}], r"known\[0\]: a run is as in \[{batch_size: 32"),
+    ([{"batch_size": 8}], r"known\[0\]: missing memory_mib"),
     ([{"batch_size": 0, "memory_mib": 5}], "at least 1"),
     ([{"batch_size": 8, "memory_mib": float("nan")}], "above 0"),
     ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "allocated, card, process, reserved"),
-    ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], r"known\[0\]: a run is as in"),
-    ([8], r"known\[0\]: a run is as in .*got 8"),
-    ({}, "known is a list"),
-    ('[{"batch_size": 8, "memory_mib": 5}]', "known is a list"),
-    ("folder", "or runs or none; got 'folder'"),
+    ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
+    ([8], "a mapping is wanted"),
+    ({}, "put it in brackets"),
+    ('[{"batch_size": 8 "memory_mib": 5}]', r"not JSON \(Expecting ',' delimiter.*as in|as in .*not JSON"),
+    ("folder", "runs or none; got text that is not JSON"),
+    ('{"batch_size": 8, "memory_mib": 5}', "put it in brackets"),
 ]
 
 
