@@ -15,7 +15,6 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import UsageError, shown
-from conf.plain_text import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +230,9 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
         return make
     if not is_shape(value):
-        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {one_line(shown(value))}")
+        is_array = hasattr(value, "__array__")  # its repr may take many lines
+        given_text = f"{type(value).__name__}; torch.from_numpy makes one" if is_array else shown(value)
+        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
     shape = check_shape(value)
 
     def make_of_shape(device: str) -> Tensor:
