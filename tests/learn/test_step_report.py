@@ -17,10 +17,7 @@ from featurize.timing.step_time import input_ms, time_step
 from featurize.timing.times import seconds_at_peak
 from learn import devices_that_fit, estimate
 from learn.estimation.notes import LOOPS
-from learn.estimation.step_report import (
-    INPUT,
-    time_parts,
-)
+from learn.estimation.step_report import INPUT, time_parts
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
 from tests.featurize.small_nets import Computes, linear_then
