@@ -1,4 +1,4 @@
-"""Statements of an estimate on itself: `print`, a notebook, the command, JSON, notes, and the loop of each figure."""
+"""Views of an estimate: `print`, a notebook, the command, JSON, its notes, and the loop of each figure."""
 
 import json
 import re
@@ -208,6 +208,15 @@ def lines(shown, monkeypatch):
         return text, lambda words: next(line for line in text.splitlines() if words in line and "│" in line)
 
     return of_run
+
+
+def test_a_run_shows_its_difference_unless_the_same_trace_simulated_it(data, tmp_path, lines):
+    _, line_of = lines("run=job-000001", f"data={data}")
+    assert "same trace" in line_of("│ step time ")
+    labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
+    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
+    text, line_of = lines("run=job-000000", f"data={tmp_path / 'd'}")
+    assert "+11.1%" in line_of("│ step time ") and "same trace" not in text
 
 
 def test_figures_of_different_loops_are_not_subtracted(data, lines):
