@@ -139,9 +139,12 @@ def layout_settings(
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
     settings = named_settings(given or {})
-    chosen = (*MODES, EXPERTS, OWN, HYBRID, DEEPSPEED, "micro_batches")
-    if given_too := [name for name in settings if name in chosen]:
-        raise UsageError(f"plan chooses degrees and micro-batches: leave {', '.join(given_too)} out of parallel")
+    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID)]:
+        raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
+    if DEEPSPEED in settings:
+        raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
+    if "micro_batches" in settings:
+        raise UsageError("plan chooses micro_batches of pp itself: leave it out of parallel")
     apt = set().union(*(apt_settings(settings, {mode: gpus}) for mode in modes))
     if unused := [str(name) for name in settings if name not in apt]:
         raise UsageError(
@@ -185,7 +188,8 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     modes = modes or Modes()
     of_node = settings.get("gpus_per_node", Cluster.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = dict.fromkeys(filter(None, [refused_note(_ALL if modes.experts else MODES)]))
+    refused = refused_note(_ALL if modes.experts else MODES)
+    notes: dict[str, None] = {} if refused is None else {refused: None}
     for named in _all_degrees(gpus, modes, of_node):
         if named.get("tp", 1) > of_node:  # tp communicates within each layer: between nodes it always loses
             notes[f"tp over more than the {of_node} GPUs of a node is left out"] = None

@@ -11,16 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from conf.plain_text import MISSING, count_of
-from conf.reports.blocks import (
-    Callout,
-    Drawn,
-    Lead,
-    Legend,
-    Outcome,
-    Page,
-    Section,
-    table,
-)
+from conf.reports.blocks import Callout, Drawn, Lead, Legend, Outcome, Page, Section, table
 from conf.reports.charts import Axis, Margins, Plot, Svg
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
@@ -165,11 +156,14 @@ def cells(row: PlanRow) -> tuple[str, ...]:
 def plan_page(plan: LayoutPlan, most: int | None = None) -> Page:
     """Return the page's contents, with at most `most` rows of each table."""
     sections = [_picture(plan)] if plan.fitting else []
+    sections += _tables(plan, most)
+    if plan.notes:
+        sections.append(Section("notes", "Notes", tuple(map(Callout, plan.notes))))
     counts = sorted({row.parallel.ranks for row in plan.rows})
     return Page(
         title=f"{plan.name} on {', '.join(f'{count:,}' for count in counts)} x {plan.device}",
         head=(_outcome(plan),),
-        sections=(*sections, *_tables(plan, most), Section("notes", "Notes", tuple(map(Callout, plan.notes)))),
+        sections=tuple(sections),
     )
 
 
@@ -182,14 +176,7 @@ def _outcome(plan: LayoutPlan) -> Outcome:
 
 def _picture(plan: LayoutPlan) -> Section:
     names = {"no other row is as quick with less memory": FRONTIER, "other rows that fit": DOT}
-    return Section(
-        "picture",
-        "Memory over throughput",
-        (
-            Drawn(plan_svg(plan)),
-            Legend(names),
-        ),
-    )
+    return Section("picture", "Memory over throughput", (Drawn(plan_svg(plan)), Legend(names)))
 
 
 def _tables(plan: LayoutPlan, most: int | None) -> list[Section]:

@@ -501,5 +501,5 @@ def test_a_plan_gives_its_stage_to_replicas():
     done = plan(small_net, ZERO_INPUTS, gpus=4, parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16", **options)
     stages = {(row.parallel.degrees.ddp, row.parallel.degrees.fsdp): row.parallel.zero.stage for row in done.rows}
     assert stages[4, 1] == 2 and stages[1, 4] is None
-    with pytest.raises(UsageError, match="leave deepspeed out of parallel"):
+    with pytest.raises(UsageError, match="give zero and its settings, not deepspeed"):
         plan(layers_net, ZERO_INPUTS, gpus=4, parallel={"deepspeed": FILE})
