@@ -125,7 +125,7 @@ def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> I
 
 
 def _unpacked_bytes(path: Path) -> int:
-    """Return the size of the arrays in an archive; 0 for what is not one, which no reader takes for one either."""
+    """Return the unpacked size of an archive; 0 for other files, which no reader unpacks either."""
     try:
         with zipfile.ZipFile(path) as archive:
             return sum(entry.file_size for entry in archive.infolist())

@@ -156,7 +156,8 @@ def pack_graph(graph: OpGraph) -> bytes:
 
 
 _WRITTEN_EVERY_S = 20.0
-FEW, MANY = 16, 100  # cases that do not justify processes, where these were asked for, and else: each imports torch
+# Fewer cases than `FEW`, where processes were asked for, or than `MANY` are computed here: each process imports torch.
+FEW, MANY = 16, 100
 
 
 class StepStore:
@@ -242,7 +243,7 @@ class StepStore:
         self._records[_key(case)] = record, case.module
 
     def lend(self, case: Case, traced: SimulatedStep | None) -> None:
-        """Make the case's record of this trace, replayed with the default allocator, unless a record is loaded. The
+        """Make the case's record from this trace, replayed with the default allocator, unless a record is loaded. The
         record's graph is packed on first use."""
         if traced is not None and case.spec is not None and self._at_hand(case) is None:
             self.keep(case, record_of(traced, case.job, case.spec))

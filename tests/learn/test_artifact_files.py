@@ -103,7 +103,7 @@ def with_names(version):
 
 
 def with_trees(change, version):
-    """Changes the arrays of the model; the checksums are right."""
+    """Change the arrays of the model; the checksums are right."""
     with np.load(version / MODEL) as stored:
         arrays = dict(stored)
     change(arrays)
