@@ -237,7 +237,9 @@ def _bar(part: TimePart, total_ms: float, longest_ms: float) -> tuple[Cell, ...]
     return part.name, f"{part.ms:,.3f}", f"{part.ms / total_ms:.1%}", bar
 
 
-def _activations(estimate: Estimate) -> Section:
+def _activations(estimate: Estimate) -> Section | None:
+    if not estimate.activations:
+        return None
     lead = Lead("Made in a forward pass and alive at the moment of the peak, in the modules that made most of it.")
     rows = [(Code(module or WHOLE), f"{mib:,.1f}") for module, mib in estimate.activations.items()]
     return Section("activations", "Activations by module", (lead, table(("module", "MiB"), rows)))
