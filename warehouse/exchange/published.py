@@ -32,7 +32,6 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 _ACTIVATIONS = {"swish": "silu"}
-_SWITCHES = {"True": True, "False": False}
 # `:` separates key and value, `_` separates pairs; keys and values may contain `_`.
 _KEYS = {
     "mlp": ("input", "output", "depth", "arch", "batch", "act", "dropout", "batchnorm"),
@@ -76,7 +75,7 @@ _DENSE_LAYERS, _GROWTH_RATE = 4, 32  # layers and growth rate of a dense block
 
 
 def parse_filename(name: str) -> dict[str, object]:
-    """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError`, or `KeyError` for a missing field.
+    """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError` with the reason.
 
     The names of the first half of the MLPs have no activation, dropout or batch norm: these are plain ReLU networks
     without the final softmax. A CNN's pooling between dense blocks was not recorded, see `settle_pooling`.
@@ -92,9 +91,14 @@ def parse_filename(name: str) -> dict[str, object]:
         text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
         if mark[1] == "dropout" and text in ("True", "False"):
             switches["dropout"] = text  # `dropout:` occurs twice: the rate, then a switch
+        elif mark[1] in values:
+            raise ValueError(f"{mark[1]} twice")
         else:
             values[mark[1]] = text
-    return {**_FIELDS[family](values, switches), **TRAINING}
+    try:
+        return {**_FIELDS[family](values, switches), **TRAINING}
+    except KeyError as error:
+        raise ValueError(f"lacks {error.args[0]}") from None
 
 
 def _rate(values: Mapping[str, str], switches: Mapping[str, str]) -> float:
@@ -113,7 +117,7 @@ def _mlp(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, ob
         "depth": int(values["depth"]),
         "topology": values["arch"],
         "activation": "relu" if plain else _ACTIVATIONS.get(values["act"], values["act"]),
-        "batch_norm": not plain and _SWITCHES[values["batchnorm"]],
+        "batch_norm": not plain and _switch(values["batchnorm"]),
         "dropout": 0.0 if plain else _rate(values, switches),
         "softmax": not plain,
     }
@@ -130,7 +134,7 @@ def _cnn(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, ob
         "depth": int(values["depth"]),
         "topology": values["arch"],
         "activation": _ACTIVATIONS.get(values["act"], values["act"]),
-        "batch_norm": _SWITCHES[values["batchnorm"]],
+        "batch_norm": _switch(values["batchnorm"]),
         "dropout": _rate(values, switches),
         "softmax": True,
         "kernel_size": 3,
@@ -157,6 +161,12 @@ def _transformer(values: Mapping[str, str], _switches: Mapping[str, str]) -> dic
         "activation": "relu",
         "softmax": False,
     }
+
+
+def _switch(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError(f"neither True nor False: {text!r}")
+    return text == "True"
 
 
 _FIELDS: Mapping[str, Callable[..., dict[str, object]]] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
@@ -410,8 +420,6 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
         parameters = to_number(row.get("Total Parameters"))
         try:
             config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
-        except KeyError as error:
-            problem = f"file name: no known {error}"
         except ValueError as error:
             problem = f"file name: {error}"
         status_cell = (row.get("Status") or "").strip()
