@@ -222,7 +222,7 @@ def test_rows_that_make_no_sense_are_named_and_left_out(folder, tmp_path, capsys
     assert (file.rows, file.new, file.already_there) == (9, 1, 0)
     assert sorted(place for places in file.invalid.values() for place in places) == [2, 3, 4, 5, 6, 7, 8, 9]
     print_report(report)
-    assert "invalid: latency_ms is not a time > 0: 1 (k.parquet:3)" in capsys.readouterr().out
+    assert "invalid: grid is not of the form 1x2x3: 1 (k.parquet:6)" in capsys.readouterr().out
     assert ask(folder, "SELECT count(*) FROM kernels") == [(1,)]
 
 

@@ -206,7 +206,7 @@ def imported_kernels(
         try:
             numbered_rows.append((place, {"source": "imported", "count": 1, **read(cells)}))
         except MALFORMED as error:
-            reason = f"unknown {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             left_out.append((place, {"status": "invalid", "error": reason[:_REASON_CHARACTERS]}))
             continue
         contents.append(content(cells))

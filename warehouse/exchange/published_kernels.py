@@ -27,12 +27,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, shown, unknown_name
 from conf.files.identity import canonical_json
 from conf.plain_text import first_line
 from warehouse.exchange.imported_rows import (
@@ -42,6 +42,7 @@ from warehouse.exchange.imported_rows import (
     above_zero,
     imported_kernels,
     read_with_columns,
+    to_number,
 )
 
 OPERATOR = "nccl::all_reduce"
@@ -82,14 +83,17 @@ _TF32_DEVICES = ("A100", "GH", "RTX-3090")
 NEUSIGHT = "neusight"
 _CHUNK_ROWS = 20_000
 _VECTORS = "B H"
+Entry = TypeVar("Entry")
 
 
 def _all_reduce(cells: Cells) -> Columns:
     if "all-reduce" not in cells["what_was_measured"]:
         raise ValueError("what_was_measured is not an all-reduce")
-    dtype, element_bytes = _TYPES[cells["precision"]]
-    sizes = _whole({"ranks": cells["gpus"], "bytes": cells["size_bytes"]}, least=2)
-    dims = {"shapes": [[sizes["bytes"] // element_bytes]], "arguments": {"ranks": sizes["ranks"]}}
+    dtype, element_bytes = _look_up("precision", cells["precision"], _TYPES)
+    sizes = _whole({name: cells[name] for name in ("gpus", "size_bytes")}, least=2)
+    if sizes["size_bytes"] % element_bytes:
+        raise ValueError("size_bytes is not a number of bytes of whole elements")
+    dims = {"shapes": [[sizes["size_bytes"] // element_bytes]], "arguments": {"ranks": sizes["gpus"]}}
     return {"operator": OPERATOR, "dims": dims, "dtype": dtype, "duration_us": _duration_us(cells), "timing": "loop"}
 
 
@@ -98,7 +102,8 @@ def _sailor(cells: Cells) -> Columns:
     phase = _SAILOR_PHASES.get(cells["what_was_measured"])
     if phase is None or cells["layer"] not in SAILOR_LAYERS:
         raise ValueError("optimizer and embedding: one figure for layers of several sizes")
-    dims = {**_SAILOR_SIZES[model], **_whole({"samples": cells["batch_per_gpu"], "ranks": cells["tp"]})}
+    sizes = _whole({"samples": cells["batch_per_gpu"], "ranks": cells["tp"]})
+    dims = {**_look_up("model", model, _SAILOR_SIZES), **sizes}
     tf32 = gpu.startswith(_TF32_DEVICES) and (model, gpu) not in _WITHOUT_TF32
     return _layer(cells, cells["layer"], phase, dims, "tf32" if tf32 else "float32")
 
@@ -108,15 +113,16 @@ def _liger(cells: Cells) -> Columns:
         raise ValueError("memory, and kernels that are not PyTorch's")
     if cells["model"] not in _GATED or cells["x_name"] != "T":
         raise ValueError("operators other than gated feed-forward layers")
-    config = json.loads(cells["config"])
+    config = _json_object("config", cells)
     sizes = {
-        "width": config["hidden_size"],
-        "inner": config["intermediate_size"],
+        "width": config.get("hidden_size"),
+        "inner": config.get("intermediate_size"),
         "length": cells["x_value"],
         "samples": config.get("bsz", config.get("B", 1)),
     }
-    dtype = _LIGER_DTYPES[config.get("dtype", "torch.float32")]
-    return _layer(cells, _GATED[cells["model"]], _LIGER_PHASES[cells["mode"]], _whole(sizes), dtype)
+    phase = _look_up("mode", cells["mode"], _LIGER_PHASES)
+    dtype = _look_up("dtype", config.get("dtype", "torch.float32"), _LIGER_DTYPES)
+    return _layer(cells, _GATED[cells["model"]], phase, _whole(sizes), dtype)
 
 
 def _layer(cells: Cells, layer: str, phase: str | None, dims: Mapping[str, int], dtype: str) -> Columns:
@@ -126,10 +132,7 @@ def _layer(cells: Cells, layer: str, phase: str | None, dims: Mapping[str, int],
 
 
 def _duration_us(cells: Cells) -> float:
-    value = above_zero(cells["value"])
-    if value is None:
-        raise ValueError("value is not a time > 0")
-    return value * _US[cells["unit"]]
+    return _time("value", cells) * _look_up("unit", cells["unit"], _US)
 
 
 # Source -> columns of its files, and the reader of a row, whose error is the reason to leave it out.
@@ -148,6 +151,8 @@ def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> Im
         return lines
 
     def columns(line: Mapping[Any, Any]) -> Columns:
+        if None in line:
+            raise ValueError("more cells than the header has columns")
         cells = _cells(line)
         row = read(cells)
         named = device_name or _DEVICES.get(cells["gpu"], cells["gpu"])
@@ -165,10 +170,36 @@ def _cells(line: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value or "" for name, value in line.items()}
 
 
+def _look_up(column: str, name: str, known: Mapping[str, Entry]) -> Entry:
+    if name not in known:
+        raise unknown_name(column, name, known)
+    return known[name]
+
+
+def _time(column: str, cells: Mapping[str, Any]) -> float:
+    time = above_zero(str(cells[column]))
+    if time is None:
+        raise ValueError(f"{column} is not a time > 0")
+    return time
+
+
+def _json_object(column: str, cells: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        content = json.loads(cells[column])
+    except (ValueError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{column} is not a JSON object")
+    return content
+
+
 def _whole(sizes: Mapping[str, object], least: int = 1) -> dict[str, int]:
-    numbers = {name: int(str(size)) for name, size in sizes.items()}
-    if any(not least <= number < 2**40 for number in numbers.values()):
-        raise ValueError(f"a size is below {least} or beyond any tensor: {numbers}")
+    numbers: dict[str, int] = {}
+    for name, size in sizes.items():
+        number = to_number(str(size))
+        if number is None or not least <= number < 2**40 or not number.is_integer():
+            raise ValueError(f"{name} is not a whole number >= {least} and < 2^40: {shown(size)}")
+        numbers[name] = int(number)
     return numbers
 
 
@@ -238,10 +269,9 @@ def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str
 def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
     """Return the columns of one row. Raises an error in `MALFORMED` for an invalid row."""
     op, device = cells["op"], cells["device"]
-    operator, shapes = _OPERATORS[op]
-    if not 0 < cells["latency_ms"] < math.inf:
-        raise ValueError("latency_ms is not a time > 0")
-    sizes = _whole(json.loads(cells["dims"]), least=0)
+    operator, shapes = _look_up("op", op, _OPERATORS)
+    duration_us = _time("latency_ms", cells) * 1e3
+    sizes = _whole(_json_object("dims", cells), least=0)
     dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
     if op == "conv":
         both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
@@ -260,7 +290,7 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
         **_extent("block", cells["block"]),
         "blocks_per_sm": cells["blocks_per_sm"],
         "warps_per_sm": cells["warps_per_sm"],
-        "duration_us": cells["latency_ms"] * 1e3,
+        "duration_us": duration_us,
         "timing": "cuda_events",
         "origin": canonical_json({"op": op, "device": device, "dims": sizes}),
     }
@@ -270,9 +300,14 @@ def _shape(tensor: str, sizes: Mapping[str, int]) -> list[int]:
     return [math.prod(sizes[name] for name in size.split("*")) for size in tensor.split()]
 
 
-def _extent(name: str, text: str | None) -> dict[str, int | None]:
-    sizes = _whole(dict(zip("xyz", text.split("x"), strict=True))) if text else dict.fromkeys("xyz")
-    return {f"{name}_{axis}": size for axis, size in sizes.items()}
+def _extent(name: str, text: str | None) -> Mapping[str, int | None]:
+    axes = tuple(f"{name}_{axis}" for axis in "xyz")
+    if not text:
+        return dict.fromkeys(axes)
+    extents = text.split("x")
+    if len(extents) != len(axes):
+        raise ValueError(f"{name} is not of the form 1x2x3")
+    return _whole(dict(zip(axes, extents, strict=True)))
 
 
 def _cuda(text: str) -> str | None:
