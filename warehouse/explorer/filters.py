@@ -205,7 +205,7 @@ class Filters:
         order, page = "", 1
         for name, value in query:
             if "\0" in value:
-                raise UsageError(f"{name}: a null character is no value")
+                raise UsageError(f"{name}: a value cannot hold a null character")
             if name in listing.facets:
                 values = chosen.get(name, ())
                 chosen[name] = values if value in values else (*values, value)

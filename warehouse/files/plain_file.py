@@ -220,14 +220,11 @@ def is_held(path: Path) -> bool:
 
 def is_shared_by_any(descriptor: int) -> bool:
     """Return whether any process, including this one, holds a POSIX lock on the file. Raises `OSError` as `fcntl`."""
-    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
+    # A `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid.
+    write_lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, write_lock)
     (lock_type,) = struct.unpack_from("h", answer)
     return bool(lock_type != fcntl.F_UNLCK)
-
-
-def _flock(lock_type: int) -> bytes:
-    """Return a `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
-    return struct.pack("hhqqi4x", lock_type, os.SEEK_SET, 0, 0, 0)
 
 
 def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
