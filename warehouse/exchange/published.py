@@ -24,10 +24,12 @@ from warehouse.exchange.imported_rows import (
     UNKNOWN_FAMILY,
     Columns,
     ImportedFile,
+    above_zero,
     config_columns,
     imported_runs,
     read_csv,
     to_number,
+    whole_above_zero,
 )
 from warehouse.tables.schema import RUN_SCHEMA
 
@@ -474,9 +476,9 @@ def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow
 def _name_row(
     stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
 ) -> PublishedRow:
-    mib, batch = to_number(memory), to_number(row["batch_size"])
-    is_valid = row["model"] and batch and batch >= 1 and batch.is_integer() and mib and mib > 0
-    problem = None if is_valid else "no model, batch size or memory"
+    mib, batch = above_zero(memory), whole_above_zero(row["batch_size"])
+    required = {"model name": row["model"], "batch size": batch, "memory": mib}
+    problem = next((f"no {name}" for name, value in required.items() if not value), None)
     return PublishedRow(
         file=stem,
         row=number,
@@ -485,8 +487,8 @@ def _name_row(
         model=row["model"] or None,
         group=group,
         label=row["model"],
-        batch_size=int(batch) if batch else None,
-        memory_mib=mib if mib and mib > 0 else None,
+        batch_size=batch,
+        memory_mib=mib,
         estimates=estimates,
     )
 
