@@ -145,7 +145,7 @@ def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
 def _lock(root: Path) -> Iterator[None]:
     """Lock the folder, or its nearest existing parent: two exports at once would mix their runs and telemetry.
 
-    The folder itself, because a lock file has no place in a data set.
+    No lock file is made, because it has no place in a data set.
     """
     descriptor = os.open(next(path for path in (root, *root.parents) if path.is_dir()), os.O_RDONLY)
     try:

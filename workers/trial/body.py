@@ -285,7 +285,7 @@ class _RankMonitor:
             self._take(rank, line)
 
     def _take(self, rank: _Rank, line: bytes) -> None:
-        """Forward a rank's report; the worker checks it like any trial's report, and knows none that is unreadable."""
+        """Forward a rank's report. The worker checks it like any trial's, and no rule allows `unreadable`."""
         try:
             message = json.loads(line)
             event = message.pop("event")

@@ -291,7 +291,7 @@ class ReportReader:
         rank: Any = None,
     ) -> None:
         if status not in _FAILURES or oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
-            raise _Broken(f"status must be one of {', '.join(_FAILURES)}, and oom_kind that of an oom")
+            raise _Broken(f"status must be one of {', '.join(_FAILURES)}, and only an oom has an oom_kind")
         failure = Failure(
             status=status,
             oom_kind=oom_kind,
