@@ -189,12 +189,13 @@ def test_a_query_inside_a_long_transaction_sees_the_same_rows_throughout(folder)
 def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     fill(folder, range(3))
     compact_at(folder, 0)
-    with duckdb.connect(str(folder.warehouse), read_only=True):
+    with duckdb.connect(str(folder.warehouse), read_only=True) as connection:
         assert is_open_somewhere(folder)
         report = compact_at(folder, 2)
         assert (report.deleted_files, report.kept_files) == (0, 3 * len(KINDS))
         assert "kept, because the warehouse is open" in report.lines()[-1]
         assert compact_at(folder, 25).deleted_files == 3 * len(KINDS)
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert not is_open_somewhere(folder)
 
 
