@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import EnvironmentProblem, UsageError, shown, unknown_name
 from featurize.job.layout import (
@@ -24,9 +24,6 @@ from featurize.job.layout import (
     parse_parallel,
 )
 from featurize.operators.torch_releases import refused_modes, refused_note
-
-if TYPE_CHECKING:
-    from torch import nn
 
 MOST_GPUS = 65_536
 # Tokens of a sample from which cp is tried by default: the shortest length of torchtitan's figures for cp.
@@ -51,55 +48,36 @@ class Modes:
     experts: tuple[int, ...] = ()
 
 
-def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Modes:
+def modes_of(given: object, length: int = 0, count_experts: Callable[[], Iterable[int]] = tuple) -> Modes:
     """Return the modes of a plan.
 
     Args:
         given: Names of modes, or None: `DEFAULT_MODES`, with `cp` where samples are `LONG` or longer, and `ep` where
             the model has experts.
         length: Tokens of a sample; 0 where samples are not sequences.
-        experts: Numbers of experts in the model's mixtures.
+        count_experts: Returns the numbers of experts in the model's mixtures; called only where they matter.
 
     Raises:
         UsageError: As `check_modes`; or `ep` is named, and the model has no experts.
         EnvironmentProblem: The installed torch is too old for a named mode; unnamed modes are left out instead.
     """
-    counts = tuple(sorted(experts))
     if given is not None:
         names = check_modes(given)
         for name in names:
             if name in refused_modes():
                 raise EnvironmentProblem(refused_modes()[name])
+        counts = tuple(sorted(count_experts())) if EXPERTS in names else ()
         if EXPERTS in names and not counts:
             raise UsageError("modes: ep: the model has no experts of a known kind, which docs/parallel.md lists")
         return Modes(names, (), counts)
+    counts = tuple(sorted(count_experts()))
     apt = (("cp", length >= LONG), (EXPERTS, bool(counts)))
     unasked = tuple(name for name, is_apt in apt if is_apt and name not in refused_modes())
     modes = (name for name in (*DEFAULT_MODES, *unasked) if name not in refused_modes())
     return Modes(check_modes(tuple(modes)), unasked, counts)
 
 
-def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | None]) -> Modes:
-    """Return the modes of a plan.
-
-    Args:
-        given: As `modes_of` takes it.
-        inputs: The model's inputs, on any device.
-        model: Makes the model on the meta device, or returns None; called only where its experts matter.
-
-    Raises:
-        UsageError: As `modes_of`.
-    """
-    experts: set[int] = set()
-    if given is None or EXPERTS in check_modes(given):
-        from featurize.training.experts import expert_counts  # its imports take a while
-
-        built_model = model()
-        experts = set() if built_model is None else expert_counts(built_model)
-    return modes_of(given, _tokens_of(inputs), experts)
-
-
-def _tokens_of(inputs: object) -> int:
+def tokens_of(inputs: object) -> int:
     """Return the length of sequences: of [N, length] integers, or [N, length, width] floats; 0 for other inputs."""
     from featurize.recording.values import tensors_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.requests import Request, platform_and_options, request_of
+from learn.estimation.requests import Request, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     check_gpus,
@@ -29,7 +29,8 @@ from learn.planning.meshes import (
     layout_settings,
     mesh_text,
     meshes_of,
-    modes_of_job,
+    modes_of,
+    tokens_of,
     traced_as,
 )
 from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, plan_page
@@ -92,13 +93,12 @@ def plan(
     began = time.monotonic_ns()
     if report is not None:
         checked_output(report, key="report")
-    spec = platform_and_options(options)[0].device
     counts = check_gpus(gpus)
-    job = _plan_job(model, inputs, global_batch, options)
-    ways = _ways(checkpointing, job.settings)
-    searches = _Searches(job, ways)
+    request = _request(model, inputs, global_batch, options)
+    job, spec = request.job, request.platform.device
+    searches = _Searches(request, global_batch, _ways(checkpointing, training_of(job.settings)))
     layouts, notes = [], []
-    chosen = modes_of_job(modes, job.request.job.batch("meta")[0], lambda: searches.screening.model)
+    chosen = modes_of(modes, tokens_of(job.batch("meta")[0]), searches.screening.count_experts)
     for count in counts:
         several, left_out = meshes_of(count, layout_settings(count, parallel, chosen.names), chosen)
         layouts += several
@@ -112,7 +112,7 @@ def plan(
     limit_mib = min(limits, default=spec.memory_mib)
     warnings = searches.estimates[best].warnings if best.fits else ()
     layout_plan = LayoutPlan(
-        name=job.request.job.name,
+        name=job.name,
         device=spec.name,
         limit_mib=limit_mib,
         coverage=options.get("coverage", LEVEL),
@@ -126,38 +126,8 @@ def plan(
     return layout_plan
 
 
-@dataclass(frozen=True)
-class _PlannedJob:
-    """The job that all layouts have in common: the request, on one GPU, and the samples of a step of all ranks."""
-
-    request: Request
-    global_batch: int | None
-
-    @property
-    def settings(self) -> Training:
-        return training_of(self.request.job.settings)
-
-    def batches(self, layout: Parallel) -> MicroBatches | None:
-        """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
-        given = self.request.job.batch_size
-        if self.global_batch is None:
-            return MicroBatches(given=given, micro_steps=self.settings.accumulation, pipelined=layout.degrees.pp)
-        if self.global_batch % layout.replicas:
-            return None
-        return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.degrees.pp)
-
-    def of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
-        """Return the request for one layout with one micro-batch."""
-        if layout.degrees.pp > 1:  # its micro-steps are micro-batches of one schedule
-            layout, size, count = layout.changed(micro_batches=count), size * count, 1
-        without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
-        settings = replace(self.settings, accumulation=count, checkpointing=way, **without)
-        job = replace(self.request.job.with_samples(size), settings=settings, parallel=layout)
-        return replace(self.request, job=job)
-
-
-def _plan_job(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> _PlannedJob:
-    """Return the job, checked. Raises `UsageError`."""
+def _request(model: object, inputs: Inputs | None, global_batch: object, options: Mapping[str, Any]) -> Request:
+    """Return the request that all layouts have in common, on one GPU, checked. Raises `UsageError`."""
     if isinstance(model, TrialConfig | Mapping) or not callable(model):
         raise UsageError(
             f"plan takes an nn.Module or a factory of one, and no trial config; got {type(model).__name__}"
@@ -166,11 +136,11 @@ def _plan_job(model: object, inputs: Inputs | None, global_batch: object, option
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     if global_batch is not None and (type(global_batch) is not int or global_batch < 1):
         raise UsageError(f"global_batch must be a whole number >= 1, got {shown(global_batch)}")
-    job = _PlannedJob(request_of(model, inputs, **options), global_batch)
-    if job.global_batch is not None and job.settings.accumulation != 1:
+    request = request_of(model, inputs, **options)
+    if global_batch is not None and training_of(request.job.settings).accumulation != 1:
         raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
-    job.request.job.with_samples(2 * job.request.job.batch_size)  # raises where the inputs cannot be scaled
-    return job
+    request.job.with_samples(2 * request.job.batch_size)  # raises where the inputs cannot be scaled
+    return request
 
 
 # (micro-batch, accumulation, checkpointing) -> traces of one step, which layouts share, and a row's `known`.
@@ -182,12 +152,18 @@ class _Searches:
 
     screening   shallow copies of the job's model
     rows        all layouts so far; `estimates`: those of the traced ones
+
+    Args:
+        request: What all layouts have in common.
+        global_batch: Samples of a step of all ranks.
+        ways: Checkpointing to try.
     """
 
-    def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
-        self._card_mib = job.request.platform.device.memory_mib
-        self._job, self._ways, self._findings = job, ways, Findings(self._card_mib)
-        self.screening = Screening(job.request.job.build)
+    def __init__(self, request: Request, global_batch: int | None, ways: Sequence[str | None]) -> None:
+        self._request, self._global_batch, self._ways = request, global_batch, ways
+        self._settings = training_of(request.job.settings)
+        self._findings = Findings(request.platform.device.memory_mib)
+        self.screening = Screening(request.job.build)
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
 
@@ -202,9 +178,9 @@ class _Searches:
                 completed += 1
 
     def _add(self, layout: Parallel, traces: _SharedTraces) -> None:
-        job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
+        batches, why = self._batches(layout), self._findings.not_worth(layout)
         if batches is None:
-            why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
+            why = f"{self._global_batch:,} samples do not divide over {layout.replicas:,} replicas"
         elif why is None:
             why = self._findings.bubble_too_long(layout, batches)
         if why is not None or batches is None:
@@ -214,7 +190,7 @@ class _Searches:
             return
 
         def estimate_sharing_traces(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
-            request = job.of(layout, size, count, way)
+            request = self._request_of(layout, size, count, way)
             if (size, count, way) not in traces:
                 screened = self.screening.traces(request)
                 traces[size, count, way] = screened, EXTRAPOLATED if screened else TRACED
@@ -224,6 +200,24 @@ class _Searches:
         search = LayoutSearch(layout, batches, self._ways, self._findings, estimate_sharing_traces)
         self.rows += search.rows()
         self.estimates |= search.estimates
+
+    def _batches(self, layout: Parallel) -> MicroBatches | None:
+        """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
+        given = self._request.job.batch_size
+        if self._global_batch is None:
+            return MicroBatches(given=given, micro_steps=self._settings.accumulation, pipelined=layout.degrees.pp)
+        if self._global_batch % layout.replicas:
+            return None
+        return MicroBatches(given=given, per_replica=self._global_batch // layout.replicas, pipelined=layout.degrees.pp)
+
+    def _request_of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
+        """Return the request for one layout with one micro-batch."""
+        if layout.degrees.pp > 1:  # its micro-steps are micro-batches of one schedule
+            layout, size, count = layout.changed(micro_batches=count), size * count, 1
+        without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
+        settings = replace(self._settings, accumulation=count, checkpointing=way, **without)
+        job = replace(self._request.job.with_samples(size), settings=settings, parallel=layout)
+        return replace(self._request, job=job)
 
     def notes(self) -> list[str]:
         """Return notes on the traces that rows were extrapolated from; empty where all were traced."""

@@ -60,6 +60,12 @@ class Screening:
         """The number of blocks. The model is built on first use."""
         return 0 if self.model is None else alike_blocks(self.model)
 
+    def count_experts(self) -> set[int]:
+        """Return the numbers of experts in the model's mixtures."""
+        from featurize.training.experts import expert_counts  # its imports take a while
+
+        return set() if self.model is None else expert_counts(self.model)
+
     def traces(self, request: Request) -> Traces:
         """Return the traces of a job, as `learn.estimation.answers` takes them; empty where it has to be traced in
         full."""

@@ -349,7 +349,7 @@ def test_a_batch_that_does_not_fit_is_halved():
 
 @pytest.mark.needs_mode("pp")
 def test_modes_that_nobody_names_are_tried_beside_shards_alone():
-    modes = meshes.modes_of(None, length=32_768, experts={8})
+    modes = meshes.modes_of(None, 32_768, lambda: {8})
     layouts, _ = meshes.meshes_of(64, {}, modes)
     unasked = [
         (one.degrees.ddp, one.degrees.fsdp, one.degrees.cp, one.degrees.tp, one.degrees.ep)
@@ -362,7 +362,7 @@ def test_modes_that_nobody_names_are_tried_beside_shards_alone():
 
 @pytest.mark.needs_mode("fsdp")
 def test_named_experts_are_divided_over_ranks_that_divide_them():
-    layouts, _ = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
+    layouts, _ = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, lambda: {6}))
     assert {(one.degrees.fsdp, one.degrees.tp, one.degrees.ep) for one in layouts if one.degrees.tp < 3} == {
         (12, 1, 1),
         (12, 1, 2),
