@@ -28,7 +28,7 @@ from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_ro
 from featurize.device.device_spec import DESCRIBED, describe_device, known_device
 from learn.estimation.estimating import estimate_many
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.notes import LEGEND, loop_of_source
+from learn.job.training_job import LEGEND, loop_of_source
 from learn.rows.data import get_target
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (

@@ -31,8 +31,8 @@ from infra.offline.results import CALLS, DATA, SUMMARY, Series, newest, unpack
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
-from learn.estimation.notes import RESIDENT
 from learn.estimation.requests import request_of
+from learn.job.training_job import RESIDENT
 from warehouse.exchange.exporting import SOURCES
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection

@@ -60,18 +60,12 @@ from learn.estimation.estimating import (
     estimate_many,
     largest_batch,
 )
-from learn.estimation.job_estimate import Estimate
+from learn.estimation.job_estimate import AMD_GPU, PROBLEM, Estimate, Note
 from learn.estimation.known_runs import NONE, RUNS
-from learn.estimation.notes import (
-    AMD_GPU,
-    LOOPS,
-    PROBLEM,
-    Note,
-)
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
-from learn.job.training_job import load_factory, name_of
+from learn.job.training_job import LOOPS, load_factory, name_of
 
 if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,7 @@ from featurize.operators.replacing import without_collection
 from featurize.timing.overlap import SimulatedStep
 from learn.estimation.draft import Draft
 from learn.estimation.fitted_models import FittedModels
-from learn.estimation.job_estimate import Estimate
-from learn.estimation.notes import Note
+from learn.estimation.job_estimate import Estimate, Note
 from learn.estimation.requests import Request, StepFiles
 from learn.job.traced import key_of
 from learn.job.training_job import as_a_training_script
@@ -128,17 +127,17 @@ def answer_on(
     ]
 
 
-def answer_and_write(make_request: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
+def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: Iterable[Note] = ()) -> Estimate:
     """Return the answer to a request, and write the requested files of its step.
 
     Args:
-        make_request: Returns the request, and notes to add to its answer.
+        request: The request.
         files: Checked to be writable.
+        began_ns: Start of the work on the request, by `time.monotonic_ns`.
+        notes: Further notes, which precede those of the answer.
     """
-    began = time.monotonic_ns()
-    request, notes = make_request()
     estimate, traced = make_estimate(request, timeline=True) if any(files) else (answer(request), None)
-    seconds = (time.monotonic_ns() - began) / 1e9
+    seconds = (time.monotonic_ns() - began_ns) / 1e9
     estimate = estimate.with_values(notes=(*notes, *estimate.notes), seconds=seconds)
     if any(files):
         files.write(request, estimate, traced)

@@ -24,10 +24,18 @@ from featurize.timing.step_time import time_step
 from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import (
+    AMD_GPU,
+    INFO,
+    MAY_RUN_OUT,
+    OUT_OF_MEMORY,
+    PROBLEM,
+    TARGETS,
+    WARNING,
     Activity,
     Energy,
     Estimate,
     Memory,
+    Note,
     RankGroup,
     Timing,
     estimators_named,
@@ -35,25 +43,11 @@ from learn.estimation.job_estimate import (
     widest,
 )
 from learn.estimation.known_runs import move_by_runs
-from learn.estimation.notes import (
-    AMD_GPU,
-    INFO,
-    MAY_RUN_OUT,
-    OUT_OF_MEMORY,
-    PIPELINE,
-    PROBLEM,
-    RESIDENT,
-    TARGETS,
-    WARNING,
-    Note,
-    loading_ms,
-    loop_named,
-)
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.job.traced import CannotTrace, step_of, trace_of, wants_values
-from learn.job.training_job import Case, TrainingJob, as_a_training_script
+from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, as_a_training_script, loop_named
 from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
@@ -72,7 +66,7 @@ class Draft:
     """An estimate in the making.
 
     traced      the step; None where it cannot be traced, and `failure` is the reason
-    job         the job in the requested loop; `alone`: with the longest of its batches in every step
+    alone       the job with the longest of its batches in every step
     case        the estimators' input
     questions   questions to fitted models, asked between `choose_sources` and `finish`
     memory      the figure and its bound; None: not answered yet
@@ -85,7 +79,7 @@ class Draft:
     def __init__(self, request: Request, steps: StepStore, *, timeline: bool, traces: Traces | None) -> None:
         self.request, self.platform, self.device = request, request.platform, request.platform.device
         self._steps, self._timeline, self._traces = steps, timeline, traces
-        self.job = in_loop(request, request.job)
+        self.job = request.job
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
         self.traced: SimulatedStep | None = None
@@ -379,7 +373,7 @@ class Draft:
         """Return the traced step in a loop: the trace alone prices the GPU's work without any input."""
         if loop != PIPELINE:
             return traced
-        waits_ms = loading_ms(traced, self.alone)
+        waits_ms = self.alone.loading_ms(traced.trace)
         return replace(traced, timed=time_step(traced.trace, self.device, self.alone.settings, input_ms=waits_ms))
 
     def _notes_on_trace(self, traced: SimulatedStep, limit_mib: float) -> list[Note]:
@@ -411,7 +405,7 @@ class Draft:
             )
             notes.append(Note(AMD_GPU, WARNING, text))
         works_ms = traced.step_time_ms - traced.communication.waits_ms
-        if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > works_ms:
+        if self.loops.get("step_time") == PIPELINE and job.loading_ms(traced.trace) > works_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
                 "Power and energy are of a GPU that waits; a loader with workers changes them"
@@ -469,7 +463,7 @@ class Draft:
         def trace_at(batch_size: int) -> SimulatedStep:
             if batch_size == self.job.batch_size:
                 return traced
-            job = in_loop(self.request, self.job.with_samples(batch_size))
+            job = self.job.with_samples(batch_size)
             workspaces = self.platform.workspaces is not None
             return self.platform.place(
                 step_of(job, self.device, allocator=self.platform.allocator), job, workspaces=workspaces
@@ -487,16 +481,11 @@ class Draft:
         return by_runs.with_values(notes=(own_runs.note(runs), *by_runs.notes))
 
 
-def in_loop(request: Request, job: TrainingJob) -> TrainingJob:
-    """Return the job in the requested loop."""
-    return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
-
-
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
     """Return the job's traces, shared by all its questions. Raises `UsageError` as `learn.job.traced.step_of`."""
     traces: Traces = {}
-    trace_of(in_loop(request, request.job), request.platform.device, traces)
+    trace_of(request.job, request.platform.device, traces)
     return traces
 
 

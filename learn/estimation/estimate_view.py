@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conf.errors import UsageError
 from conf.plain_text import MISSING, count_of, one_line
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
-from learn.estimation.notes import (
-    TARGETS,
-    Note,
-    legend,
-    loop_of_source,
-    most_important,
-)
+from learn.estimation.job_estimate import PROBLEM, SEVERITIES, TARGETS, WARNING, Note
+from learn.job.training_job import LEGEND, LOOPS, loop_of_source
 from learn.rows.data import get_target
 
 if TYPE_CHECKING:
@@ -31,6 +26,7 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.fitting.artifacts import DataPlace
 
+MOST_SHOWN = 3  # notes
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures
 _MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "drama (DRAM activity)", "step time")
@@ -123,6 +119,21 @@ def _of_card(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
 def bound_name(estimate: Estimate) -> str:
     """Return the bound's name: its coverage in per cent."""
     return f"{100 * estimate.coverage:g} % bound"
+
+
+def legend(loops: Iterable[str]) -> str:
+    """Return one line that explains the loops among these figures."""
+    named = set(loops)
+    return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
+
+
+def most_important(notes: Iterable[Note]) -> list[Note]:
+    """Return the notes to show first: at most three, one of each code, problems before warnings."""
+    urgent = [note for note in notes if note.severity in (PROBLEM, WARNING)]
+    first_of_code: dict[str, Note] = {}
+    for note in sorted(urgent, key=lambda note: SEVERITIES.index(note.severity)):
+        first_of_code.setdefault(note.code, note)
+    return list(first_of_code.values())[:MOST_SHOWN]
 
 
 def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) -> None:
@@ -302,7 +313,7 @@ class PastRun:
 
     @property
     def loop(self) -> str:
-        """The loop of the run, a name of `learn.estimation.notes.LOOPS`."""
+        """The loop of the run, a name of `learn.job.training_job.LOOPS`."""
         return loop_of_source(self.source)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -142,8 +143,9 @@ def estimate(
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
     from learn.estimation.answers import answer_and_write
 
+    began_ns = time.monotonic_ns()
     files = StepFiles.check(report, snapshot)
-    return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
+    return answer_and_write(request_of(model, inputs, **options), files, began_ns)
 
 
 def estimate_many(

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
-from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
-from learn.estimation.notes import INFO, PIPELINE, TARGETS, WARNING, Note, loop_named, loops_of_sources
+from learn.estimation.job_estimate import COVERAGES, HELD_OUT, INFO, TARGETS, WARNING, Memory, Note
 from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import (
     Artifact,
@@ -24,6 +23,7 @@ from learn.fitting.artifacts import (
     versions,
 )
 from learn.job.traced import step_of
+from learn.job.training_job import PIPELINE, loop_named, loop_of_source
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class FittedModels:
                 notes.append(Note("stale-model", WARNING, str(error)))
             artifact = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
             question_case = case
-            if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
+            if artifact is not None and _loops_of(artifact) == {PIPELINE}:
                 question_case = looped = looped or _in_plain_loop(case, self._steps, traces)
             questions.append(
                 ModelQuestion(target, artifact, artifact is not newest, question_case, question_case is not case, notes)
@@ -232,5 +232,10 @@ def _first_of_loop(
     """Return the first of the two models that knows the loop."""
     if loop is None or target == "memory":
         return newest or packaged
-    known = (a for a in (newest, packaged) if a is not None and loop in loops_of_sources(a.meta["rows"]["source"]))
+    known = (artifact for artifact in (newest, packaged) if artifact is not None and loop in _loops_of(artifact))
     return next(known, None)
+
+
+def _loops_of(artifact: Artifact) -> set[str]:
+    """Return the loops of the rows that a model was fitted on."""
+    return set(map(loop_of_source, artifact.meta["rows"]["source"]))

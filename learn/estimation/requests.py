@@ -23,11 +23,10 @@ from featurize.job.deepspeed_config import hidden_size_of
 from featurize.job.layout import parse_parallel
 from featurize.job.training_settings import TRAINING_FIELDS, Training, TrainingKeywords, training_of
 from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
-from learn.estimation.notes import LOOPS
 from learn.estimation.platforms import Platform, platform_of
 from learn.estimators.protocol import ESTIMATORS, LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, batches_of
-from learn.job.training_job import TrainingJob, of_config, of_module
+from learn.job.training_job import LOOPS, PIPELINE, TrainingJob, of_config, of_module
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -124,6 +123,7 @@ class AnswerOptions:
 class Request:
     """A job, its platform, and the options of its estimate. Raises `UsageError` for options that exclude each other.
 
+    job         in the requested loop
     own_runs    the data folder's measured runs of a trial config; None where they are not used
     """
 
@@ -133,7 +133,9 @@ class Request:
     own_runs: OwnRuns | None = None
 
     def __post_init__(self) -> None:
-        estimator, moves = self.options.estimator, bool(self.options.known)
+        estimator, loop, moves = self.options.estimator, self.options.loop, bool(self.options.known)
+        if loop is not None:
+            object.__setattr__(self, "job", replace(self.job, training_loop=loop == PIPELINE))
         if self.own_runs is not None and self.own_runs.asked_for:
             self.options.require_movable()
             moves = True

@@ -46,17 +46,9 @@ from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MAST
 from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
-from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, peak_text
-from learn.estimation.notes import (
-    OUT_OF_MEMORY,
-    PIPELINE,
-    PROBLEM,
-    Note,
-    legend,
-    loading_ms,
-    most_important,
-    times,
-)
+from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, legend, most_important, peak_text
+from learn.estimation.job_estimate import OUT_OF_MEMORY, PROBLEM, Note
+from learn.job.training_job import PIPELINE
 
 if TYPE_CHECKING:
     from featurize.timing.step_time import TimedStep
@@ -153,7 +145,8 @@ def _timeline(device: DeviceSpec, estimate: Estimate, traced: SimulatedStep) -> 
             f" The trace's own peak is {estimate.trace_memory_mib:,.0f} MiB; the estimate above is "
             f"{estimate.answered_by['memory']}'s."
         )
-    retries = f" Cached memory has to be given back {times(memory.retries)}." if memory.retries else ""
+    times = "once" if memory.retries == 1 else f"{memory.retries} times"
+    retries = f" Cached memory has to be given back {times}." if memory.retries else ""
     return Section(
         "memory",
         "Memory over two steps",
@@ -209,7 +202,7 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Simu
 
     waits_ms = 0.0
     if estimate.loops["step_time"] == PIPELINE:
-        waits_ms = loading_ms(traced, job)
+        waits_ms = job.loading_ms(traced.trace)
     timed = time_step(traced.trace, device, job.settings, input_ms=waits_ms)
     parts = time_parts(timed, waits_ms)
     if not parts:

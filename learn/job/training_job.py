@@ -32,6 +32,23 @@ if TYPE_CHECKING:
     from featurize.training.training_step import TrainingSettings
 
 
+RESIDENT, PIPELINE = LOOPS = ("resident", "pipeline")  # each run, fitted model and figure belongs to one
+LEGEND = {
+    RESIDENT: "one batch stays on the GPU, as in the farm's runs, so no step waits for input",
+    PIPELINE: "a plain Python loop loads and copies each batch, and the GPU waits for it",
+}
+
+
+def loop_named(training_loop: bool) -> str:
+    """Return the name of the loop that a value of `TrainingJob.training_loop` stands for."""
+    return PIPELINE if training_loop else RESIDENT
+
+
+def loop_of_source(source: str) -> str:
+    """Return the loop of runs of this `runs.source`: third-party runs are of plain training scripts."""
+    return loop_named(source == "imported")
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """One training job. Nothing is computed until `build` and `batch` are called.
@@ -108,6 +125,13 @@ class TrainingJob:
         """Index in `batches` of the batch with the most elements; only a trace knows which one needs the most
         memory."""
         return self.batches.index(self.batch)
+
+    def loading_ms(self, trace: StepTrace) -> float:
+        """Return the time in ms that a plain loop takes to load the batches of a step."""
+        from featurize.job.training_settings import training_of
+        from featurize.timing.step_time import input_ms
+
+        return input_ms(trace, self.batch_size, training_of(self.settings).accumulation)
 
     def shape_text(self) -> str:
         """Return the shapes of the batch's inputs, as `[8, 128], [8, 128]`."""

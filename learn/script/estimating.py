@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -24,13 +24,8 @@ from featurize.memory.cudnn_workspaces import search_settings
 from featurize.timing.collectives import fabric_of
 from featurize.trace.trace_cache import BadRecord
 from learn.estimation.answers import answer_and_write
-from learn.estimation.job_estimate import Estimate
+from learn.estimation.job_estimate import INFO, WARNING, Estimate, Note
 from learn.estimation.known_runs import RUNS, KnownRun
-from learn.estimation.notes import (
-    INFO,
-    WARNING,
-    Note,
-)
 from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platform_and_options
 from learn.job.training_job import TrainingJob
 from learn.script import records
@@ -113,20 +108,19 @@ def estimate_script(
     if (layout := parsed.layout()).degrees.own > 1:
         fabric_of(device, layout)  # raises for a GPU model whose interconnect is not known
     files, key = StepFiles.check(report, snapshot), records.key_of(parsed, device)
+    began_ns = time.monotonic_ns()
 
     def run() -> ScriptRecord:
         return _record(parsed, device, key, time_limit_s, memory_limit_gib, show_output)
 
-    def recorded_request() -> tuple[Request, Iterable[Note]]:
-        record = (None if show_output else records.find(key)) or run()
-        job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
-        _require_batch_of_script(answer_options.known, job.batch_size)
-        if record.parallel is None and network:
-            raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
-        job = replace(job, parallel=record.parallel and record.parallel.changed(**network))
-        return Request(job=job, platform=platform, options=answer_options), _notes(record)
-
-    return answer_and_write(recorded_request, files)
+    record = (None if show_output else records.find(key)) or run()
+    job = _job(record, name or parsed.name, lambda: (records.with_trace(record) or run()).trace)
+    _require_batch_of_script(answer_options.known, job.batch_size)
+    if record.parallel is None and network:
+        raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
+    job = replace(job, parallel=record.parallel and record.parallel.changed(**network))
+    request = Request(job=job, platform=platform, options=answer_options)
+    return answer_and_write(request, files, began_ns, _notes(record))
 
 
 def _network_of(parallel: object) -> dict[str, Any]:

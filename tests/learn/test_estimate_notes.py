@@ -14,13 +14,8 @@ from featurize.timing.step_time import input_ms, time_step
 from featurize.trace.tracer import trace_config
 from learn import Estimate, FitSettings, Note, estimate, fit
 from learn.estimation.job_estimate import RankGroup
-from learn.estimation.notes import (
-    LOOPS,
-    PIPELINE,
-    RESIDENT,
-)
 from learn.fitting.artifacts import default_artifact
-from learn.job.training_job import Case
+from learn.job.training_job import LOOPS, PIPELINE, RESIDENT, Case
 from learn.rows.step_store import compute
 from tests.learn.learn_rows import make_configs, write_batch
 

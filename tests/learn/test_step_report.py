@@ -16,10 +16,9 @@ from featurize.job.training_settings import Training
 from featurize.timing.step_time import input_ms, time_step
 from featurize.timing.times import seconds_at_peak
 from learn import devices_that_fit, estimate
-from learn.estimation.notes import LOOPS
 from learn.estimation.step_report import INPUT, time_parts
 from learn.job.traced import step_of
-from learn.job.training_job import of_module
+from learn.job.training_job import LOOPS, of_module
 from tests.featurize.small_nets import Computes, linear_then
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
