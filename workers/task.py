@@ -42,7 +42,7 @@ class Task(Lease):
     part: str = ""  # names one run of a task that has several, as in `with-1`; empty for the task's own run
     # Solo runs of `config` and of each partner, which their runs together are compared with. An unknown one (None, or
     # an empty tuple) is measured first.
-    alone: tuple[RunAlone | None, ...] = ()
+    alone: tuple[Run | None, ...] = ()
 
     @property
     def run_id(self) -> str:
@@ -67,35 +67,6 @@ class Task(Lease):
 def run_id_of(job_id: str, task_index: int) -> str:
     """Return the id of a task's run."""
     return f"{job_id}-{task_index:06d}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunAlone:
-    """Figures of a member's solo run; None for figures that the run lacks."""
-
-    run_id: str
-    status: str
-    step_ms: float | None
-    memory_mib: float | None
-    gpu_util: float | None
-    smact: float | None
-    smocc: float | None
-    drama: float | None
-    power_w: float | None
-
-    @classmethod
-    def of(cls, run: Run) -> RunAlone:
-        return cls(
-            run_id=run.run_id,
-            status=run.status,
-            step_ms=run.step_time_ms,
-            memory_mib=run.peak_memory_mib,
-            gpu_util=run.gpu_util,
-            smact=run.smact,
-            smocc=run.smocc,
-            drama=run.drama,
-            power_w=run.power_w,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

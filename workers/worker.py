@@ -22,8 +22,8 @@ from conf.plain_text import safe_text
 from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Together, core_count, host_memory_share_mib, make_device
-from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
-from workers.task import RunAlone, RunClock, RunResult, Task
+from workers.labels.run_labels import MEANS, EndedMember, label_ranks, label_run, labelled_group, table_of_rows
+from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
@@ -384,19 +384,17 @@ def member_specs(task: Task) -> list[Task]:
     return [lone, *others]
 
 
-def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[RunAlone | None], list[RunResult]]:
+def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run | None], list[RunResult]]:
     """Return each member's solo run (None after one was lost), and the results of those that had to run."""
     given = task.alone or (None,) * len(specs)
-    known: dict[str, RunAlone] = {
-        config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
-    }
+    known = {config_hash(spec.config): run for spec, run in zip(specs, given, strict=True) if run is not None}
     results: list[RunResult] = []
     for place, spec in enumerate(specs):
         name = config_hash(spec.config)
         if name not in known and not any(result.retryable for result in results):
             result = worker.run(dataclasses.replace(spec, part=f"alone-{place}"))
             results.append(result)
-            known[name] = RunAlone.of(result.run)
+            known[name] = result.run
     return [known.get(config_hash(spec.config)) for spec in specs], results
 
 
@@ -404,7 +402,7 @@ def _run_all(
     worker: Worker,
     specs: Sequence[Task],
     records: Sequence[Observed],
-    alone: Sequence[RunAlone | None] = (),
+    alone: Sequence[Run | None] = (),
     upcoming: Task | None = None,
 ) -> tuple[str | None, RunClock]:
     """Run one trial, or several side by side; return why the server was lost (or None), and the clock."""
@@ -428,7 +426,7 @@ def _run_members(
     worker: Worker,
     specs: Sequence[Task],
     records: Sequence[Observed],
-    alone: Sequence[RunAlone | None],
+    alone: Sequence[Run | None],
     upcoming: Task | None,
     clock: RunClock,
 ) -> None:
@@ -489,18 +487,13 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
     return is_open
 
 
-def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[RunAlone | None]) -> dict[str, Any]:
-    figures = [None if member is None else _figures_alone(member) for member in alone]
-    together = Together(
-        member=place,
-        size=len(specs),
-        sharing=specs[0].settings.sharing,
-        alone=tuple(figures) if not worker.device.sampled else (),
-    )
-    return dataclasses.asdict(together)
+def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[Run | None]) -> dict[str, Any]:
+    figures = [] if worker.device.sampled else [None if run is None else _figures_alone(run) for run in alone]
+    sharing = specs[0].settings.sharing
+    return dataclasses.asdict(Together(member=place, size=len(specs), sharing=sharing, alone=tuple(figures)))
 
 
-def _figures_alone(alone: RunAlone) -> MemberAlone | None:
+def _figures_alone(run: Run) -> MemberAlone | None:
     """Return a partner's figures for a simulated device; None for one without figures."""
-    figures = {field.name: getattr(alone, field.name) for field in dataclasses.fields(MemberAlone)}
+    figures = {"memory_mib": run.peak_memory_mib, **{name: getattr(run, name) for name in MEANS}}
     return None if None in figures.values() else MemberAlone(**figures)

@@ -39,7 +39,7 @@ from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import RunAlone, RunResult, Task
+from workers.task import RunResult, Task
 
 if TYPE_CHECKING:
     from farm.dispatch.working import Progress
@@ -576,9 +576,9 @@ class RunsAlone:
     """Solo runs that this dispatcher has landed, by worker: those of another GPU or night would differ."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, TrialSettings, str], RunAlone] = {}
+        self._known: dict[tuple[str, TrialSettings, str], Run] = {}
 
-    def of(self, task: Task, worker: str) -> tuple[RunAlone | None, ...]:
+    def of(self, task: Task, worker: str) -> tuple[Run | None, ...]:
         """Return the solo run of each member of a task's group, None if it has to run; () without a group."""
         if not task.partners:
             return ()
@@ -589,4 +589,4 @@ class RunsAlone:
         """Remember the reliable solo runs among a task's further runs."""
         for run in (result.run for result in results):
             if run.group_id is None and run.status in _CONCLUSIVE and run.quality != "untrusted" and run.config_hash:
-                self._known[worker, task.settings, run.config_hash] = RunAlone.of(run)
+                self._known[worker, task.settings, run.config_hash] = run

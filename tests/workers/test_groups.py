@@ -16,15 +16,12 @@ from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.devices.simulated import GpuLoad, speeds_of_loads
 from workers.settings import WindowSettings
-from workers.task import RunAlone
 from workers.worker import Worker
 
 WINDOW = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
 NET = mlp(batch_size=64, input_size=256)
 WIDE = mlp(batch_size=256, input_size=512)
-KNOWN = RunAlone.of(
-    Run(run_id="before", family="mlp", status="ok", source="measured", step_time_ms=1.0, peak_memory_mib=300.0)
-)
+KNOWN = Run(run_id="before", family="mlp", status="ok", source="measured", step_time_ms=1.0, peak_memory_mib=300.0)
 
 
 def group(*configs, alone=(KNOWN, KNOWN, KNOWN), **settings):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+import numpy as np
 
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample, spoken_from_ns
@@ -30,6 +32,7 @@ _MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as at lea
 _MAX_BLOCKS = 12
 _BLOCK_READINGS = 2  # shortest block, in sampling periods of its source
 _CONSTANT_READINGS = 3
+_GAPS = 32  # distances between readings from which a source's interval is known
 _PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
 _LAG_NS = 500_000_000  # ... plus the delay of an exporter's values
 
@@ -98,19 +101,13 @@ def parts(count: int) -> list[tuple[int, int]]:
 
 @dataclass
 class _Series:
-    """One sensor's integral of a metric over the window, cut into blocks at the ends of steps."""
+    """One sensor's readings of a metric, each a span of time with a constant rate, which the ends of steps cut."""
 
     is_counter: bool
-    readings: list[tuple[int, int | None, float]] = field(default_factory=list)  # (end, start, value) before `begin`
-    window_ns: int | None = None
-    last_ns: int | None = None  # time of the last reading, inside the window or not
-    last_value: float = 0.0
+    window_ns: int = 0
+    last: tuple[int, float] | None = None  # time and value of the last reading, inside the window or not
     gaps_ns: list[int] = field(default_factory=list)
-    knots: list[tuple[int, float]] = field(default_factory=list)  # (time, integral) at the ends of readings
-    values: list[float] = field(default_factory=list)  # mean value between consecutive knots
-    # ends of steps: (time, integral, distance to the nearest end of a reading, as a share of the reading)
-    cuts: list[tuple[int, float, float]] = field(default_factory=list)
-    next_step: int = 0  # index of the first step that `cut` has not processed
+    spans: list[tuple[int, int, float]] = field(default_factory=list)  # (start, end, rate per second)
 
     @property
     def interval_ns(self) -> int | None:
@@ -118,71 +115,54 @@ class _Series:
         return int(statistics.median(self.gaps_ns)) if self.gaps_ns else None
 
     def add(self, end_ns: int, start_ns: int | None, value: float) -> None:
-        if self.window_ns is None:
-            self.readings.append((end_ns, start_ns, value))
-            return
-        previous_ns, previous = self.last_ns, self.last_value
-        if previous_ns is not None and end_ns <= previous_ns:
-            return
-        if self.is_counter and previous_ns is not None and value <= previous:
-            if value < previous:  # the driver was reloaded: start counting from here
-                self.last_ns, self.last_value = end_ns, value
+        last = self.last
+        if last is not None and (end_ns <= last[0] or (self.is_counter and value == last[1])):
             return  # an unchanged counter is not a reading
-        self.last_ns, self.last_value = end_ns, value
-        if previous_ns is not None and len(self.gaps_ns) < 32:
-            self.gaps_ns.append(end_ns - previous_ns)
-        elif previous_ns is None and start_ns is not None:
-            self.gaps_ns.append(end_ns - start_ns)
-        begun_ns = previous_ns if start_ns is None or self.is_counter else start_ns
-        if end_ns < self.window_ns:
-            return
-        if not self.knots:
-            if begun_ns is None or end_ns == self.window_ns:
-                self.knots.append((end_ns, 0.0))
-                return
-            # Only the part inside the window counts of a reading that spans its start.
-            self.knots.append((max(begun_ns, self.window_ns), 0.0))
-        since_ns, integral = self.knots[-1]
+        self.last = end_ns, value
+        since_ns = start_ns if last is None else last[0]
         if self.is_counter:
-            span_ns = end_ns - (since_ns if previous_ns is None else previous_ns)
-            grown = (value - previous) * (end_ns - since_ns) / span_ns
-        else:
-            grown = value * (end_ns - since_ns) / 1e9
-        self.knots.append((end_ns, integral + grown))
-        self.values.append(grown / (end_ns - since_ns) * 1e9)
-
-    def begin(self, window_ns: int) -> None:
-        self.window_ns = window_ns
-        readings, self.readings = self.readings, []
-        for reading in sorted(readings):
-            self.add(*reading)
-
-    def cut(self, steps: Sequence[int]) -> None:
-        """Add the ends of steps that readings cover as possible ends of blocks."""
-        if len(self.knots) < 2:
+            if last is None or value < last[1]:  # the driver was reloaded: start counting from here
+                return
+            start_ns, value = last[0], (value - last[1]) / (end_ns - last[0]) * 1e9
+        if since_ns is None:
             return
-        while self.next_step < len(steps) and steps[self.next_step] <= self.knots[-1][0]:
-            step_ns = steps[self.next_step]
-            self.next_step += 1
-            if step_ns >= self.knots[0][0]:
-                self.cuts.append(self._cut(step_ns))
+        if len(self.gaps_ns) < _GAPS:
+            self.gaps_ns.append(end_ns - since_ns)
+        self.spans.append((since_ns if start_ns is None else start_ns, end_ns, value))
 
-    def _cut(self, t_ns: int) -> tuple[int, float, float]:
-        index = max(1, bisect_left(self.knots, (t_ns, -math.inf)))
-        (before_ns, before), (after_ns, after) = self.knots[index - 1], self.knots[index]
-        share = (t_ns - before_ns) / (after_ns - before_ns)
-        return t_ns, before + (after - before) * share, min(share, 1 - share)
+    def in_window(self) -> list[tuple[int, int, float]]:
+        """Return the spans that end in the window."""
+        first = bisect_right(self.spans, self.window_ns, key=lambda span: span[1])
+        return self.spans[first:]
 
-    def blocks(self) -> tuple[list[float], list[float]]:
-        """Return (integrals, lengths in s) of at most 12 blocks of similar length.
+    def cut(self, steps: Sequence[int]) -> list[tuple[int, float, float]]:
+        """Return (time, integral since the window's start, distance) of each end of a step that readings cover.
+
+        The distance is that to the nearest end of a reading, as a share of the reading.
+        """
+        spans = self.in_window()
+        # Only the part inside the window counts of a reading that spans its start. A reading also stands for a gap
+        # before it.
+        times_ns = np.array([max(spans[0][0], self.window_ns), *(end_ns for _, end_ns, _ in spans)])
+        lengths_ns = np.diff(times_ns)
+        integrals = np.cumsum([0.0, *(lengths_ns * [rate for _, _, rate in spans] / 1e9)])
+        ends_ns = np.array(steps)
+        ends_ns = ends_ns[(ends_ns >= times_ns[0]) & (ends_ns <= times_ns[-1])]
+        reading = np.maximum(np.searchsorted(times_ns, ends_ns), 1) - 1
+        shares = (ends_ns - times_ns[reading]) / lengths_ns[reading]
+        at_ends = np.interp(ends_ns, times_ns, integrals)
+        return list(zip(ends_ns.tolist(), at_ends.tolist(), np.minimum(shares, 1 - shares).tolist(), strict=True))
+
+    def blocks(self, cuts: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
+        """Return (integrals, lengths in s) of at most 12 blocks of similar length between ends of steps.
 
         A block is at least two sampling periods or one step long. If possible it ends near the end of a reading,
         because the integral is interpolated inside a reading. More blocks would hardly narrow Student's t; longer
         blocks depend less on the interpolation.
         """
-        if len(self.cuts) < 2:
+        if len(cuts) < 2:
             return [], []
-        start_ns, end_ns = self.cuts[0][0], self.cuts[-1][0]
+        start_ns, end_ns = cuts[0][0], cuts[-1][0]
         shortest_ns = _BLOCK_READINGS * (self.interval_ns or 0)
         count = min(_MAX_BLOCKS, int((end_ns - start_ns) / max(shortest_ns, 1)))
         if count < 1:
@@ -192,12 +172,11 @@ class _Series:
         ends: list[tuple[int, float, float]] = []
         for index in range(count + 1):
             border_ns = start_ns + index * length_ns
-            low = bisect_left(self.cuts, (border_ns - slack_ns,))
-            high = bisect_left(self.cuts, (border_ns + slack_ns + 1,))
+            low, high = bisect_left(cuts, (border_ns - slack_ns,)), bisect_left(cuts, (border_ns + slack_ns + 1,))
             if low < high:
-                chosen = min(self.cuts[low:high], key=lambda cut: cut[2])
+                chosen = min(cuts[low:high], key=lambda cut: cut[2])
             else:
-                chosen = min(self.cuts[max(0, low - 1) : low + 1], key=lambda cut: abs(cut[0] - border_ns))
+                chosen = min(cuts[max(0, low - 1) : low + 1], key=lambda cut: abs(cut[0] - border_ns))
             if not ends or chosen[0] > ends[-1][0]:
                 ends.append(chosen)
         return [b[1] - a[1] for a, b in pairwise(ends)], [(b[0] - a[0]) / 1e9 for a, b in pairwise(ends)]
@@ -235,9 +214,6 @@ class TargetFollower:
             for sources in self._targets.values()
             for source in sources
         }
-        self._of_sensor: dict[str, list[tuple[str, _Series]]] = {}
-        for (sensor, metric), series in self._series.items():
-            self._of_sensor.setdefault(sensor, []).append((metric, series))
         self._steps: list[int] = []
         self._window_ns: int | None = None
 
@@ -249,7 +225,7 @@ class TargetFollower:
         self._window_ns = window_ns
         self._steps = [window_ns, *(step for step in self._steps if step > window_ns)]
         for (_, metric), series in self._series.items():
-            series.begin(spoken_from_ns(metric, window_ns, warmup_ns))
+            series.window_ns = spoken_from_ns(metric, window_ns, warmup_ns)
 
     def add(self, samples: Iterable[tuple[str, Sample]]) -> None:
         """Add new readings as (sensor name, sample), each sensor's in order of time."""
@@ -257,9 +233,9 @@ class TargetFollower:
             if sample.quality in ("repeated", "unavailable"):
                 continue
             stalled = sample.quality == "suspect" and "profiling_zero" in sample.reasons
-            for metric, series in self._of_sensor.get(sensor, ()):
-                value = sample.values.get(metric)
-                if value is not None and not (stalled and metric in _PROFILING):
+            for metric, value in sample.values.items():
+                series = self._series.get((sensor, metric))
+                if series is not None and not (stalled and metric in _PROFILING):
                     series.add(sample.t_ns, sample.since_ns, value)
 
     def mark_step(self, t_ns: int) -> None:
@@ -284,7 +260,7 @@ class TargetFollower:
     def _series_of(self, target: str) -> _Series | None:
         """Return the target's first source with readings in the window, or None."""
         sources = (self._series[source] for source in self._targets[target])
-        return next((series for series in sources if len(series.knots) >= 2), None)
+        return next((series for series in sources if series.in_window()), None)
 
     def _target_steady(self, target: str, now_ns: int) -> bool:
         waiting = [self._series[source] for source in self._targets[target]]
@@ -311,24 +287,26 @@ class TargetFollower:
         if shortest_ns > self._window.max_seconds * 1e9:
             return False
         patience_ns = _PATIENCE * interval_ns + _LAG_NS
-        if series.last_ns is None:  # a slow exporter's first reading may still come within the shortest window
+        if series.last is None:  # a slow exporter's first reading may still come within the shortest window
             patience_ns = max(patience_ns, int(self._window.min_seconds * 1e9))
-        return now_ns - max(series.last_ns or 0, self._window_ns or 0) <= patience_ns
+        last_ns = 0 if series.last is None else series.last[0]
+        return now_ns - max(last_ns, self._window_ns or 0) <= patience_ns
 
     def _interval(self, target: str) -> tuple[float, float, int] | None:
         """Return (mean, half-width, blocks) of a target; None while it has too few blocks."""
         series = self._series_of(target)
         if series is None or self._window_ns is None:
             return None
-        series.cut(self._steps)
-        sums, lengths = series.blocks()
+        cuts = series.cut(self._steps)
+        sums, lengths = series.blocks(cuts)
         if len(sums) >= _MIN_BLOCKS:
             mean, half_width = math.fsum(sums) / math.fsum(lengths), mean_half_width(sums, lengths)
             if half_width > 0 and len(sums) < _MANY_BLOCKS:
                 half_width = max(half_width, self._tolerance(target, mean) / 2)
             return mean, half_width, len(sums)
-        if len(series.values) >= _CONSTANT_READINGS and len(series.cuts) > _MIN_BLOCKS and not series.is_counter:
-            low, high = min(series.values), max(series.values)
+        rates = [rate for _, _, rate in series.in_window()]
+        if len(rates) >= _CONSTANT_READINGS and len(cuts) > _MIN_BLOCKS and not series.is_counter:
+            low, high = min(rates), max(rates)
             if high - low <= self._window.utilization_tolerance / 10 * max(1.0, high):
-                return (low + high) / 2, high - low, len(series.values)  # constant figures of an idle or saturated unit
+                return (low + high) / 2, high - low, len(rates)  # constant figures of an idle or saturated unit
         return None

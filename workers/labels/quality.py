@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ CLOCK_JUMP = 0.10  # ratio to the window's median SM clock
 CONTEXT_MIB = 1024.0  # the most memory that a CUDA context and its libraries take
 CONTEXT_LEAST_MIB = 64.0  # the least; a process with less cannot compute, such as an X server
 HOST_CLOCK_S = 1.0  # allowed drift between the wall clock and the monotonic one over a run
+_OF_USAGE = ("nvml", "dcgm")
+_TIME = operator.attrgetter("t_ns")
 _MIN_PERIODS = 3  # periods of a source; a shorter window may hold no reading
 _MIN_READINGS = 5  # readings that each of two sources needs before their means are compared
 _ENERGY_TOLERANCE = 0.10
@@ -106,7 +109,7 @@ def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) ->
     Values, and a sensor's own verdicts, stay as they are.
     """
     by_sensor = split_by_sensor(samples)
-    usage = _Usage(by_sensor)
+    usage = _usage(by_sensor)
     reasons_of: dict[int, list[str]] = {}
 
     def mark(sample: Sample, reason: str) -> None:
@@ -118,7 +121,7 @@ def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) ->
             since_ns = sample.since_ns if sample.since_ns is not None else previous_ns
             previous_ns = sample.t_ns
             shown = [sample.values[metric] for metric in PROFILING if metric in sample.values]
-            if shown and not any(shown) and usage.busy(since_ns or sample.t_ns, sample.t_ns):
+            if shown and not any(shown) and _is_busy(usage, since_ns or sample.t_ns, sample.t_ns):
                 mark(sample, "profiling_zero")
     for sensor in ("nvml", "dcgm"):
         readings = own_readings(by_sensor.get(sensor, ()))
@@ -148,29 +151,21 @@ def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int 
     return {f"samples_{quality}": count for quality, count in counts.items()}
 
 
-class _Usage:
-    """The GPU's utilization over time, from NVML if it has readings, else from DCGM."""
+def _usage(by_sensor: Mapping[str, list[Sample]]) -> list[Sample]:
+    """Return the readings of the GPU's utilization, from NVML if it has any, else from DCGM."""
+    readings = ([s for s in own_readings(by_sensor.get(sensor, ())) if "gpu_util" in s.values] for sensor in _OF_USAGE)
+    return next(filter(None, readings), [])
 
-    def __init__(self, by_sensor: Mapping[str, list[Sample]]) -> None:
-        self._times_ns: list[int] = []
-        self._shares: list[float] = []
-        for sensor in ("nvml", "dcgm"):
-            readings = [s for s in own_readings(by_sensor.get(sensor, ())) if "gpu_util" in s.values]
-            if readings:
-                self._times_ns = [sample.t_ns for sample in readings]
-                self._shares = [sample.values["gpu_util"] for sample in readings]
-                return
 
-    def busy(self, since_ns: int, t_ns: int) -> bool:
-        """Return whether every reading in the interval, and the first one after it, shows the GPU busy."""
-        first = bisect.bisect_right(self._times_ns, since_ns)
-        last = bisect.bisect_left(self._times_ns, t_ns) + 1
-        shares = self._shares[first:last]
-        return bool(shares) and min(shares) >= BUSY
+def _is_busy(usage: Sequence[Sample], since_ns: int, t_ns: int) -> bool:
+    """Return whether every reading in the interval, and the first one after it, shows the GPU busy."""
+    first = bisect.bisect_right(usage, since_ns, key=_TIME)
+    last = bisect.bisect_left(usage, t_ns, key=_TIME) + 1
+    return first < min(last, len(usage)) and all(sample.values["gpu_util"] >= BUSY for sample in usage[first:last])
 
 
 def _clock_jumps(
-    readings: list[Sample], usage: _Usage, window_ns: int | None, window_end_ns: int | None
+    readings: list[Sample], usage: Sequence[Sample], window_ns: int | None, window_end_ns: int | None
 ) -> list[Sample]:
     if window_ns is None:
         return []
@@ -180,7 +175,7 @@ def _clock_jumps(
         if "sm_clock_mhz" in sample.values
         and window_ns <= sample.t_ns
         and (window_end_ns is None or sample.t_ns <= window_end_ns)
-        and usage.busy(sample.t_ns - 1, sample.t_ns)
+        and _is_busy(usage, sample.t_ns - 1, sample.t_ns)
     ]
     if not busy:
         return []
@@ -205,7 +200,7 @@ def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
     for sensor, sample in samples:
         by_sensor.setdefault(sensor, []).append(sample)
     for sensor_samples in by_sensor.values():
-        sensor_samples.sort(key=lambda sample: sample.t_ns)
+        sensor_samples.sort(key=_TIME)
     return by_sensor
 
 
@@ -235,13 +230,33 @@ CROSS_CHECKS: dict[str, tuple[tuple[str, str], float, float]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Verdict:
-    """`quality` is one of `warehouse.tables.schema.QUALITIES`, `reasons` are text, `summary` fits into JSON."""
+    """The reasons to doubt a run's labels, in words, and a summary that fits into JSON.
 
-    quality: str
-    reasons: Mapping[str, str]
-    summary: Mapping[str, Any]
+    `judge_run` describes the first fields.
+    """
+
+    facts: Observed
+    label_sensors: Mapping[str, str | None]
+    means: Mapping[str, Mapping[str, WindowMean]]
+    energy_j: float | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    _untrusted: bool = False
+
+    def add(self, reason: str, words: str, amount: float = 1.0, untrusted: bool = True) -> None:
+        """Add a reason with its share of the window. With `untrusted=False` it makes the run suspect at most."""
+        if amount <= 0 or amount < REASONS[reason].suspect_from:
+            return
+        self.reasons[reason] = f"{self.reasons[reason]}; {words}" if reason in self.reasons else words
+        limit = REASONS[reason].untrusted_from
+        self._untrusted |= untrusted and limit is not None and amount > limit
+
+    @property
+    def quality(self) -> str:
+        """Return one of `warehouse.tables.schema.QUALITIES`."""
+        return "untrusted" if self._untrusted else "suspect" if self.reasons else "trusted"
 
 
 def judge_run(
@@ -263,12 +278,12 @@ def judge_run(
         means: Metric -> sensor -> mean over the window, from these samples.
         energy_j: Energy over the window by the energy counter.
     """
-    judged = _Judged(observed, label_sensors, means, energy_j)
+    judged = Verdict(observed, label_sensors, means, energy_j)
     if observed.exit.left:
         stayed = f", {observed.exit.stayed} could not be killed" if observed.exit.stayed else ""
         judged.add("processes_left", f"{observed.exit.left} had to be killed after the trial had ended{stayed}")
     if observed.backend == "simulated" or observed.status == "invalid":
-        return judged.verdict()
+        return judged
     by_sensor = split_by_sensor(samples)
     if abs(observed.clock_drift_s) > HOST_CLOCK_S:
         judged.add("host_clock", f"it moved by {observed.clock_drift_s:+.1f} s against the time that passed")
@@ -279,36 +294,10 @@ def judge_run(
             window = (observed.window_ns, observed.window_end_ns)
             _judge_labels(judged, by_sensor, *window)
             _cross_check(judged, by_sensor, *window)
-    return judged.verdict()
+    return judged
 
 
-@dataclass
-class _Judged:
-    """Collects the reasons of one run; `judge_run` describes the first fields."""
-
-    facts: Observed
-    label_sensors: Mapping[str, str | None]
-    means: Mapping[str, Mapping[str, WindowMean]]
-    energy_j: float | None
-    summary: dict[str, Any] = field(default_factory=dict)
-    _texts: dict[str, list[str]] = field(default_factory=dict)
-    _untrusted: bool = False
-
-    def add(self, reason: str, words: str, amount: float = 1.0, untrusted: bool = True) -> None:
-        """Add a reason with its share of the window. With `untrusted=False` it makes the run suspect at most."""
-        if amount <= 0 or amount < REASONS[reason].suspect_from:
-            return
-        self._texts.setdefault(reason, []).append(words)
-        limit = REASONS[reason].untrusted_from
-        self._untrusted |= untrusted and limit is not None and amount > limit
-
-    def verdict(self) -> Verdict:
-        quality = "untrusted" if self._untrusted else "suspect" if self._texts else "trusted"
-        reasons = {reason: "; ".join(words) for reason, words in self._texts.items()}
-        return Verdict(quality=quality, reasons=reasons, summary=self.summary)
-
-
-def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
+def _judge_neighbours(judged: Verdict, nvml: list[Sample]) -> None:
     """Judge other processes and memory errors over the whole trial, not only the window."""
     facts = judged.facts
     # Neighbours on the GPU affect labels, device out-of-memory, and timeouts.
@@ -331,7 +320,7 @@ def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
         judged.add("ecc_errors", f"{errors[-1] - errors[0]:.0f} during the trial")
 
 
-def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
+def _judge_slowdowns(judged: Verdict, by_sensor: Mapping[str, list[Sample]]) -> None:
     facts, nvml = judged.facts, by_sensor.get("nvml", [])
     if facts.status not in ("ok", "timeout") or not nvml:
         return
@@ -349,7 +338,7 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
         judged.add(reason, f"in {amount:.0%} {where}", amount)
 
 
-def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
+def _judge_labels(judged: Verdict, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Judge how well each label's readings cover the window, and how much a stalled profiler spoils."""
     metrics = judged.summary.setdefault("metrics", {})
     poor, coarse = [], []
@@ -382,7 +371,7 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
         judged.add("profiling_zero", f"{sensor}: in {amount:.0%} of the window", amount, untrusted=sensor in used)
 
 
-def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
+def _cross_check(judged: Verdict, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Compare two sources of a metric if both have enough readings."""
     checks = judged.summary.setdefault("checks", {})
 

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig, config_hash
-from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
+from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA, Run
 from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
-from workers.task import RunAlone, RunResult, Task
+from workers.task import RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
 from workers.trial.reports import Observed
 from workers.trial.server_client import failed_rank
@@ -36,6 +36,13 @@ _SHOWN = 0.98  # share of the allocator's memory that such growth must reach to 
 _COUNTER_STEPS = 8  # steps of the energy counter that a window needs before its mean power comes from the counter
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
+# Column of `collocations` -> column of the run alone.
+_ALONE = {
+    "solo_run_id": "run_id",
+    "solo_step_ms": "step_time_ms",
+    "solo_memory_mib": "peak_memory_mib",
+    **{f"solo_{metric}": metric for metric in MEANS},
+}
 _OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # set by the writer
 
 
@@ -90,13 +97,11 @@ def window_means(
     Sensors come in the order of preference; those that never read the metric are left out. Some averages look back
     past the first step: their means use only the window's later part, at least a quarter of it.
     """
-    wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
-    for metric, (pair, _, _) in CROSS_CHECKS.items():
-        wanted.setdefault(metric, []).extend(s for s in pair if s not in wanted[metric])
     means: dict[str, dict[str, WindowMean]] = {}
-    for metric, sensors in wanted.items():
+    for metric in {**MEANS, **CROSS_CHECKS}:
+        pair = CROSS_CHECKS[metric][0] if metric in CROSS_CHECKS else ()
         from_ns = min(spoken_from_ns(metric, start_ns, warmup_ns), (start_ns + 3 * end_ns) // 4)
-        for sensor in sensors:
+        for sensor in dict.fromkeys((*MEANS.get(metric, ()), *pair)):
             samples = by_sensor.get(sensor, ())
             if any(metric in sample.values for sample in samples):
                 means.setdefault(metric, {})[sensor] = window_mean(
@@ -250,11 +255,7 @@ class EndedMember:
     spec: Task
     result: RunResult
     observed: Observed
-    alone: RunAlone | None
-
-    @property
-    def ok(self) -> bool:
-        return self.result.run.status == "ok"
+    alone: Run | None
 
 
 def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: str) -> list[RunResult]:
@@ -269,14 +270,14 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
         members: The members in the order of their numbers.
         sharing: time_slicing, mps or mig.
     """
-    ended = [place for place, member in enumerate(members) if not member.ok]
+    ended = [place for place, member in enumerate(members) if member.result.run.status != "ok"]
     joint = {} if ended else _joint(members)
     results = []
     for place, member in enumerate(members):
-        others = [other for other in ended if other != place]
+        alone, others = member.alone, [other for other in ended if other != place]
         run = dataclasses.replace(member.result.run, group_id=group_id)
         quality, reasons = run.quality, dict(run.quality_reasons or {})
-        if member.ok and others:
+        if place not in ended and others:
             quality = "suspect" if quality in ("trusted", None) else quality
             reasons[_PARTNER_ENDED] = ", ".join(_how_ended(members, other) for other in others)
         row = {
@@ -287,7 +288,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
             "devices": 1,
             "model": model_of(member.spec.config),
             "name": config_hash(member.spec.config),
-            **_figures_alone(member.alone),
+            **({} if alone is None else {column: getattr(alone, name) for column, name in _ALONE.items()}),
             **_figures_beside(members, place, ended),
             **joint,
         }
@@ -310,15 +311,10 @@ def _how_ended(members: Sequence[EndedMember], place: int) -> str:
     return f"member {place} ended as {members[place].result.run.status}"
 
 
-def _figures_alone(alone: RunAlone | None) -> dict[str, Any]:
-    figures = {} if alone is None else dataclasses.asdict(alone)
-    return {f"solo_{name}": value for name, value in figures.items() if name != "status"}
-
-
 def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[int]) -> dict[str, Any]:
     """Return a member's figures beside the others; without a slowdown, `doubt` gives the reason."""
     member, run = members[place], members[place].result.run
-    alone_ms = None if member.alone is None else member.alone.step_ms
+    alone_ms = None if member.alone is None else member.alone.step_time_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
         values["died_of"] = _memory_culprit(members, place)
@@ -349,7 +345,7 @@ def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
 
 def _member_memory_mib(member: EndedMember) -> float:
     run = member.result.run
-    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.memory_mib)
+    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.peak_memory_mib)
     return known or 0.0
 
 

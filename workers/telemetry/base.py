@@ -9,6 +9,7 @@ target is missing; the message must tell a person how to act. Later, `sample` le
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -186,7 +187,7 @@ def _intervals(
 ) -> list[tuple[int, int, float, bool]]:
     """Return (start, end, value, whether the start was given) of each usable reading, by time, without overlap."""
     readings = [sample for sample in samples if sample.quality != "repeated" and metric in sample.values]
-    readings.sort(key=_time)
+    readings.sort(key=operator.attrgetter("t_ns"))
     reach_ns = REACH * usual_interval_ns([sample.t_ns for sample in readings])
     intervals = []
     previous_ns: int | None = None
@@ -208,7 +209,3 @@ def usual_interval_ns(times_ns: list[int]) -> int:
     """Return the median distance between neighbours in an ordered list; 0 without neighbours."""
     gaps = sorted(later - earlier for earlier, later in pairwise(times_ns) if later > earlier)
     return gaps[len(gaps) // 2] if gaps else 0
-
-
-def _time(sample: Sample) -> int:
-    return sample.t_ns
