@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from conf.files.identity import alive
+from conf.files.identity import alive, process_stat
 
 _GROUP_PREFIX = "gpufarm-"
 _END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
@@ -138,7 +138,7 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
 def kill(pid: int) -> bool:
     """Send SIGKILL to one process. Return False if it has ended or belongs to another user."""
     try:
-        if _is_zombie(pid):
+        if process_stat(pid)[0] == "Z":
             return False
         os.kill(pid, signal.SIGKILL)
     except (OSError, ValueError, IndexError):
@@ -154,21 +154,11 @@ def _reap(pid: int) -> bool:
         return False
 
 
-def _is_zombie(pid: int) -> bool:
-    return _stat(pid)[0] == b"Z"
-
-
-def _stat(pid: int | str) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name, which may hold any text: state, parent, ..."""
-    with open(f"/proc/{pid}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()
-
-
 def _children_by_parent() -> dict[int, list[int]]:
     children: dict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
-            children[int(_stat(name)[1])].append(int(name))
+            children[int(process_stat(name)[1])].append(int(name))
     return children
 
 
@@ -204,32 +194,24 @@ class ControlGroup:
 
     def enter(self) -> None:
         """Move this process into the group; processes that it starts later are also inside."""
-        try:
+        with contextlib.suppress(OSError):  # the subreaper is still there
             (self.path / "cgroup.procs").write_text("0")
-        except OSError:
-            pass  # the subreaper is still there
 
     def kill(self) -> set[int]:
         """Send SIGKILL to all processes inside; return their ids, without zombies."""
         inside: set[int] = set()
-        try:
+        with contextlib.suppress(OSError):
             for listed in (self.path / "cgroup.procs", *self.path.glob("**/cgroup.procs")):
                 inside |= set(map(int, listed.read_text().split()))
             if inside:
                 (self.path / "cgroup.kill").write_text("1")
-        except OSError:
-            pass
         return inside
 
     def remove(self) -> bool:
         """Remove the group; return False if it still holds a process."""
-        try:
+        with contextlib.suppress(OSError):
             for inner in sorted(self.path.glob("**/"), reverse=True):
                 inner.rmdir()
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return not self.path.exists()
         return not self.path.exists()
 
 

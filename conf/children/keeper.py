@@ -344,16 +344,14 @@ def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
         except OSError as error:
             with socket.socket(fileno=line) as to_caller:
                 _tell(to_caller, {"problem": f"no process can be started: {error.strerror}"})
-            for descriptor in channels:
-                os.close(descriptor)
-            continue
-        if not keeper:
-            for end in (control, *lines.values()):
-                end.close()
-            for descriptor in wake:
-                os.close(descriptor)
-            run_as_child(functools.partial(_keep, server, wanted, line, channels))
-        lines[keeper] = socket.socket(fileno=line)
+        else:
+            if not keeper:
+                for end in (control, *lines.values()):
+                    end.close()
+                for descriptor in wake:
+                    os.close(descriptor)
+                run_as_child(functools.partial(_keep, server, wanted, line, channels))
+            lines[keeper] = socket.socket(fileno=line)
         for descriptor in channels:
             os.close(descriptor)
     for end in lines.values():

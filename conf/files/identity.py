@@ -64,10 +64,15 @@ def identity(pid: int) -> str:
     changes when the system's clock is set. Raises `ProcessLookupError`.
     """
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name
-            return f"{pid}@{stat.read().rpartition(')')[2].split()[19]}@{_where()}"
+        return f"{pid}@{process_stat(pid)[19]}@{_where()}"
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
+
+
+def process_stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, which may hold any text: state, parent, ..."""
+    with open(f"/proc/{pid}/stat", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()
 
 
 @functools.cache
@@ -83,8 +88,6 @@ def alive(marker: str) -> bool:
         return True
     try:
         pid = int(marker.partition("@")[0])
-        with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name
-            state = stat.read().rpartition(")")[2].split()[0]
-        return state != "Z" and identity(pid) == marker
+        return process_stat(pid)[0] != "Z" and identity(pid) == marker
     except (OSError, ValueError):
         return False

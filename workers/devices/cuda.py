@@ -142,10 +142,10 @@ class GpuInfo:
     index: int
     uuid: str
     name: str
-    memory_mib: float | None
-    display_active: bool | None
-    mig: bool | None
-    compute_capability: tuple[int, int] | None
+    memory_mib: float | None = None
+    display_active: bool | None = None
+    mig: bool | None = None
+    compute_capability: tuple[int, int] | None = None
     mig_profile: str | None = None
     mps: bool = False
     prohibited: bool = False  # by the compute mode
@@ -191,7 +191,7 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpu = _describe(nvml, index, handle, service)
             except nvml.NVMLError as error:  # a lost GPU must not hide the others
-                gpu_infos.append(_unreadable(index, error))
+                gpu_infos.append(GpuInfo(index=index, uuid="", name="unreadable GPU", excluded_reason=f"NVML: {error}"))
                 continue
             gpu_infos += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
     except nvml.NVMLError as error:
@@ -293,19 +293,6 @@ def _mps_server(nvml: Nvml, handle: Any) -> bool:
         except (psutil.Error, ValueError):
             continue
     return False
-
-
-def _unreadable(index: int, error: Exception) -> GpuInfo:
-    return GpuInfo(
-        index=index,
-        uuid="",
-        name="unreadable GPU",
-        memory_mib=None,
-        display_active=None,
-        mig=None,
-        compute_capability=None,
-        excluded_reason=f"NVML: {error}",
-    )
 
 
 def _exclude(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> tuple[GpuInfo, ...]:

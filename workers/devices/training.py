@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,7 +139,8 @@ def measure_training(
 
     link.report("warmup", t_ns=time.monotonic_ns())
     if ranks is not None and not ranks.leads:
-        window = follow_window(ranks.follow(run_step, begin_window))
+        ends_ns, times_ms = zip(*ranks.follow(run_step, begin_window), strict=True)
+        window = MeasuredWindow(list(times_ms), ends_ns[-1], "fixed")
     else:
         window = _decide_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
     reporter.flush()
@@ -180,11 +181,11 @@ def _decide_window(
         while link.awaits("open"):
             run()
     if ranks is not None:
-        ranks.begin_window()
+        ranks.announce(_WINDOW)
     start_ns = begin_window()
     window = measure_window(run, memory, lambda: link.received("steady"), rules, start_ns)
     if ranks is not None:
-        ranks.end()
+        ranks.announce(_END)
     return window
 
 
@@ -320,14 +321,14 @@ def _deviation(values: list[float], middle: float) -> float:
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MeasuredWindow:
     """Result of a window. `half_width_ms` belongs to the step time's 95 % interval; None: too few steps."""
 
     step_times_ms: list[float]
     end_ns: int
     ended: str  # steady | max_seconds | fixed
-    half_width_ms: float | None
+    half_width_ms: float | None = None
 
 
 def measure_window(
@@ -366,18 +367,7 @@ def measure_window(
                 ended = "steady"
         if ended is not None:
             half_width_ms = pace.half_width_ms()
-            return MeasuredWindow(
-                step_times_ms=times_ms,
-                end_ns=end_ns,
-                ended=ended,
-                half_width_ms=half_width_ms if math.isfinite(half_width_ms) else None,
-            )
-
-
-def follow_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
-    """Return the window of a rank that runs the steps of the first one; at least one step."""
-    ends_ns, times_ms = zip(*steps, strict=True)
-    return MeasuredWindow(step_times_ms=list(times_ms), end_ns=ends_ns[-1], ended="fixed", half_width_ms=None)
+            return MeasuredWindow(times_ms, end_ns, ended, half_width_ms if math.isfinite(half_width_ms) else None)
 
 
 class StepPace:
@@ -450,23 +440,15 @@ class Lockstep:
         """Return `run_step` for the first rank: it makes the others run a step beside it."""
 
         def run() -> tuple[int, float]:
-            self._broadcast(_STEP)
+            self.announce(_STEP)
             return run_step()
 
         return run
 
-    def begin_window(self) -> None:
-        """Tell the other ranks that the next step is the window's first."""
-        self._broadcast(_WINDOW)
-
-    def end(self) -> None:
-        """Tell the other ranks that no more steps follow."""
-        self._broadcast(_END)
-
     def follow(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
         """Run the steps that the first rank announces; yield those of the window."""
         in_window = False
-        while (word := self._broadcast(_END)) != _END:
+        while (word := self.announce(_END)) != _END:
             if word == _WINDOW:
                 in_window = True
                 window_begins()
@@ -475,8 +457,12 @@ class Lockstep:
             if in_window:
                 yield step
 
-    def _broadcast(self, word: int) -> int:
-        """Send `word` from the first rank; return it on every rank. The other ranks' argument is ignored."""
+    def announce(self, word: int) -> int:
+        """Send a word from the first rank; return it on every rank. The other ranks' argument is ignored.
+
+        `_STEP` makes the others run a step, `_WINDOW` says that the next step is the window's first, `_END` that no
+        more steps follow.
+        """
         import torch
         import torch.distributed as dist
 
