@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from conf.children.containment import ControlGroup
+from conf.files.identity import identity
 from featurize.configs.trial import config_of_user
 from tests.surroundings import ENDS_WITHIN_S
 from workers.devices import DeviceChoice
@@ -213,8 +215,12 @@ def test_what_a_trial_leaves_behind_is_killed_and_counted(request, notes, name, 
 
 
 @pytest.fixture(scope="module")
-def groupless_worker(tmp_path_factory):
-    """Its keeper finds no control group that it may write to, as in most containers."""
+def groupless_worker(worker, tmp_path_factory):
+    """Its keeper finds no control group that it may write to, as in most containers; every worker's where none is."""
+    if (group := ControlGroup.of_owner(identity(os.getpid()))) is None:
+        yield worker
+        return
+    group.remove()
     folder = tmp_path_factory.mktemp("groupless")
     (folder / "sitecustomize.py").write_text(
         "import conf.children.containment\nconf.children.containment._own_group = lambda: None\n"

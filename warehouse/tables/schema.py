@@ -1,17 +1,17 @@
-"""The Arrow schemas of runs, telemetry samples, kernels and groups of jobs; closed word lists; and `Run`.
+"""`Run`, and the Arrow schemas of runs, telemetry samples, kernels and groups of jobs; closed word lists.
 
-Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. A value that was not measured is NULL; ratios
-are in [0, 1]; names include units. To add a column, append it here and raise `SCHEMA_VERSION`; older files stay
-readable, since views unite by name. `DETAILS` has the tables, beside telemetry, whose rows belong to a run: landing,
-checks, export, publication and ingest treat them alike. `Run` is a run as a typed value, from the worker that made it
-to the writer that lands it as a row of `RUN_SCHEMA`.
+Start reading at `Run`, a run as a typed value from the worker that made it to the writer that lands it as a row;
+`TABLES` names the schema of each table. A value that was not measured is NULL; ratios are in [0, 1]; names include
+units. To add a column, append it here and raise `SCHEMA_VERSION`; older files stay readable, since views unite by name.
+`DETAILS` has the tables, beside telemetry, whose rows belong to a run: landing, checks, export, publication and ingest
+treat them alike.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,99 +39,138 @@ _PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
 _FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 LABELS = (*_PEAKS, *_FIGURES)  # a run's figures that are learned and compared
 RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` as in `runs`
-
 _TIME = pa.timestamp("us", tz="UTC")
 
+
+def _value_type(hint: Any) -> Any:
+    """Return the type of a column's values that are not NULL."""
+    return next(kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One finished execution of a task: a row of `runs`, with a field for each column. None becomes NULL.
+
+    Nothing is checked here: a worker may send anything, and the writer refuses what breaks the schema. A mapping is
+    stored as a JSON object; `config` in the canonical form by which a trial config is identified.
+    """
+
+    # identity
+    run_id: str  # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
+    job_id: str | None = None
+    task_index: int | None = None
+    attempt: int | None = None  # 1 for the first execution
+    family: str
+    # The trial config, with "family"; `featurize.configs.trial.config_from_mapping` reads it.
+    config: Mapping[str, Any] | None = None
+    config_hash: str | None = None
+    # outcome
+    status: str
+    oom_kind: str | None = None
+    error_type: str | None = None
+    error: str | None = None  # message and traceback, the log's tail included
+    # where
+    source: str
+    device_name: str | None = None
+    device_uuid: str | None = None
+    device_memory_mib: float | None = None
+    node: str | None = None
+    worker: str | None = None
+    # environment, whose changes can invalidate labels
+    torch_version: str | None = None
+    cuda_version: str | None = None
+    cudnn_version: str | None = None
+    driver_version: str | None = None
+    python_version: str | None = None
+    allocator_settings: str | None = None
+    farm_version: str | None = None
+    schema_version: int | None = None
+    # training settings, copied from `config` because queries group by them
+    batch_size: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    parameters: int | None = None
+    # labels
+    peak_memory_mib: float | None = None  # charged to the process by the device, with context and cached blocks
+    peak_reserved_mib: float | None = None
+    peak_allocated_mib: float | None = None
+    peak_rss_mib: float | None = None  # host memory of the trial's process tree
+    smact: float | None = None
+    smocc: float | None = None
+    drama: float | None = None
+    gpu_util: float | None = None
+    power_w: float | None = None
+    energy_j: float | None = None  # over the window
+    step_time_ms: float | None = None  # median of the window's steps
+    steps: int | None = None  # in the window
+    # time
+    window_kind: str | None = None  # adaptive | fixed
+    window_ended: str | None = None  # steady | max_seconds | fixed
+    warmup_s: float | None = None
+    window_s: float | None = None
+    window_start_ms: float | None = None  # on the clock of telemetry.t_ms
+    window_end_ms: float | None = None
+    wall_s: float | None = None  # the worker's wall time for the whole task, on the real clock
+    started_at: datetime.datetime | None = None
+    finished_at: datetime.datetime | None = None
+    # telemetry
+    telemetry_rows: int | None = None
+    telemetry_missing: Mapping[str, str] | None = None  # JSON: sensor -> reason without readings
+    # added in version 2
+    quality: str | None = None  # trusted | suspect | untrusted
+    quality_reasons: Mapping[str, str] | None = None  # JSON: reason -> observation, in words
+    quality_summary: Mapping[str, Any] | None = None  # JSON: see workers.labels.quality.Verdict
+    samples_measured: int | None = None  # telemetry rows of the window, by quality
+    samples_repeated: int | None = None
+    samples_unavailable: int | None = None
+    samples_suspect: int | None = None
+    half_widths: Mapping[str, float] | None = (
+        None  # JSON: label -> half-width of its 95 % confidence interval over the window
+    )
+    final: bool | None = None  # false: an attempt after which the task was queued again; `runs` leaves it out
+    memory_fraction: float | None = None  # share of the card's memory that the trial may use; NULL: all
+    mig_profile: str | None = None  # e.g. 1g.5gb; NULL: a whole GPU
+    mps: bool | None = None  # whether the trial used the GPU through CUDA's multi-process service
+    startup_s: float | None = None  # from the task's start to its first step
+    prepared: bool | None = None  # whether its process was prepared while the previous trial ran
+    # added in version 3
+    origin: Mapping[str, str] | None = (
+        None  # JSON: column -> cell of the published file that an imported run was read from
+    )
+    convolutions: Mapping[str, Any] | None = None  # JSON: cuDNN's answers, only in runs of the former family cudnn
+    # added in version 4
+    kernel_rows: int | None = None  # rows of the run in `kernels`; NULL: kernels not requested
+    # added in version 5
+    parallel: str | None = None  # the trial config's layout, as in ddp=2; NULL: one device
+    ranks: int | None = None  # processes with a device each, one row each in `ranks`; NULL: one
+    worst_rank: int | None = None  # the rank that the labels come from: the one with most memory, or the failed one
+    # added in version 6
+    collocation_rows: int | None = None  # rows of the run in `collocations`; NULL: it did not share the device
+    group_id: str | None = None  # group of trials that shared the device with it; NULL: none
+
+    def columns(self) -> dict[str, Any]:
+        """Return the row's columns, JSON objects as text; those that are None are left out.
+
+        Raises `TypeError` or `ValueError` for values that JSON cannot hold.
+        """
+        values = {name: getattr(self, name) for name in _HINTS}
+        return {name: _store(name, value) for name, value in values.items() if value is not None}
+
+
+_HINTS = typing.get_type_hints(Run)
+_INT32 = ("attempt", "schema_version")
+_ARROW = {
+    str: pa.string(),
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    datetime.datetime: _TIME,
+}
+JSON_COLUMNS = tuple(name for name, hint in _HINTS.items() if _value_type(hint) not in _ARROW)
 RUN_SCHEMA = pa.schema(
     [
-        # identity
-        ("run_id", pa.string()),  # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
-        ("job_id", pa.string()),
-        ("task_index", pa.int64()),
-        ("attempt", pa.int32()),  # 1 for the first execution
-        ("family", pa.string()),
-        # The trial config as JSON, with "family"; `featurize.configs.trial.config_from_mapping` reads it.
-        ("config", pa.string()),
-        ("config_hash", pa.string()),
-        # outcome
-        ("status", pa.string()),
-        ("oom_kind", pa.string()),
-        ("error_type", pa.string()),
-        ("error", pa.string()),  # message and traceback, the log's tail included
-        # where
-        ("source", pa.string()),
-        ("device_name", pa.string()),
-        ("device_uuid", pa.string()),
-        ("device_memory_mib", pa.float64()),
-        ("node", pa.string()),
-        ("worker", pa.string()),
-        # environment, whose changes can invalidate labels
-        ("torch_version", pa.string()),
-        ("cuda_version", pa.string()),
-        ("cudnn_version", pa.string()),
-        ("driver_version", pa.string()),
-        ("python_version", pa.string()),
-        ("allocator_settings", pa.string()),
-        ("farm_version", pa.string()),
-        ("schema_version", pa.int32()),
-        # training settings, copied from `config` because queries group by them
-        ("batch_size", pa.int64()),
-        ("precision", pa.string()),
-        ("optimizer", pa.string()),
-        ("parameters", pa.int64()),
-        # labels
-        ("peak_memory_mib", pa.float64()),  # charged to the process by the device, with context and cached blocks
-        ("peak_reserved_mib", pa.float64()),
-        ("peak_allocated_mib", pa.float64()),
-        ("peak_rss_mib", pa.float64()),  # host memory of the trial's process tree
-        ("smact", pa.float64()),
-        ("smocc", pa.float64()),
-        ("drama", pa.float64()),
-        ("gpu_util", pa.float64()),
-        ("power_w", pa.float64()),
-        ("energy_j", pa.float64()),  # over the window
-        ("step_time_ms", pa.float64()),  # median of the window's steps
-        ("steps", pa.int64()),  # in the window
-        # time
-        ("window_kind", pa.string()),  # adaptive | fixed
-        ("window_ended", pa.string()),  # steady | max_seconds | fixed
-        ("warmup_s", pa.float64()),
-        ("window_s", pa.float64()),
-        ("window_start_ms", pa.float64()),  # on the clock of telemetry.t_ms
-        ("window_end_ms", pa.float64()),
-        ("wall_s", pa.float64()),  # the worker's wall time for the whole task, on the real clock
-        ("started_at", _TIME),
-        ("finished_at", _TIME),
-        # telemetry
-        ("telemetry_rows", pa.int64()),
-        ("telemetry_missing", pa.string()),  # JSON: sensor -> reason without readings
-        # added in version 2
-        ("quality", pa.string()),  # trusted | suspect | untrusted
-        ("quality_reasons", pa.string()),  # JSON: reason -> observation, in words
-        ("quality_summary", pa.string()),  # JSON: see workers.labels.quality.Verdict
-        ("samples_measured", pa.int64()),  # telemetry rows of the window, by quality
-        ("samples_repeated", pa.int64()),
-        ("samples_unavailable", pa.int64()),
-        ("samples_suspect", pa.int64()),
-        ("half_widths", pa.string()),  # JSON: label -> half-width of its 95 % confidence interval over the window
-        ("final", pa.bool_()),  # false: an attempt after which the task was queued again; `runs` leaves it out
-        ("memory_fraction", pa.float64()),  # share of the card's memory that the trial may use; NULL: all
-        ("mig_profile", pa.string()),  # e.g. 1g.5gb; NULL: a whole GPU
-        ("mps", pa.bool_()),  # whether the trial used the GPU through CUDA's multi-process service
-        ("startup_s", pa.float64()),  # from the task's start to its first step
-        ("prepared", pa.bool_()),  # whether its process was prepared while the previous trial ran
-        # added in version 3
-        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported run was read from
-        ("convolutions", pa.string()),  # JSON: cuDNN's answers, only in runs of the former family cudnn
-        # added in version 4
-        ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: kernels not requested
-        # added in version 5
-        ("parallel", pa.string()),  # the trial config's layout, as in ddp=2; NULL: one device
-        ("ranks", pa.int64()),  # processes with a device each, one row each in `ranks`; NULL: one
-        ("worst_rank", pa.int64()),  # the rank that the labels come from: the one with most memory, or the failed one
-        # added in version 6
-        ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it did not share the device
-        ("group_id", pa.string()),  # group of trials that shared the device with it; NULL: none
+        (name, pa.int32() if name in _INT32 else _ARROW.get(_value_type(hint), pa.string()))
+        for name, hint in _HINTS.items()
     ]
 )
 
@@ -429,112 +468,6 @@ DETAILS: Mapping[str, Detail] = {
         imported=True,
     ),
 }
-
-
-# Columns that hold a JSON object; `config` is written in the canonical form by which a trial config is identified.
-JSON_COLUMNS = (
-    "config",
-    "telemetry_missing",
-    "quality_reasons",
-    "quality_summary",
-    "half_widths",
-    "origin",
-    "convolutions",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One finished execution of a task. Fields are the columns of `RUN_SCHEMA`; None becomes NULL.
-
-    Nothing is checked here: a worker may send anything, and the writer refuses what breaks the schema.
-    """
-
-    run_id: str
-    family: str
-    status: str
-    source: str
-    job_id: str | None = None
-    task_index: int | None = None
-    attempt: int | None = None
-    config: Mapping[str, Any] | None = None
-    config_hash: str | None = None
-    oom_kind: str | None = None
-    error_type: str | None = None
-    error: str | None = None
-    device_name: str | None = None
-    device_uuid: str | None = None
-    device_memory_mib: float | None = None
-    node: str | None = None
-    worker: str | None = None
-    torch_version: str | None = None
-    cuda_version: str | None = None
-    cudnn_version: str | None = None
-    driver_version: str | None = None
-    python_version: str | None = None
-    allocator_settings: str | None = None
-    farm_version: str | None = None
-    schema_version: int | None = None
-    batch_size: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    parameters: int | None = None
-    peak_memory_mib: float | None = None
-    peak_reserved_mib: float | None = None
-    peak_allocated_mib: float | None = None
-    peak_rss_mib: float | None = None
-    smact: float | None = None
-    smocc: float | None = None
-    drama: float | None = None
-    gpu_util: float | None = None
-    power_w: float | None = None
-    energy_j: float | None = None
-    step_time_ms: float | None = None
-    steps: int | None = None
-    window_kind: str | None = None
-    window_ended: str | None = None
-    warmup_s: float | None = None
-    window_s: float | None = None
-    window_start_ms: float | None = None
-    window_end_ms: float | None = None
-    wall_s: float | None = None
-    started_at: datetime.datetime | None = None
-    finished_at: datetime.datetime | None = None
-    telemetry_rows: int | None = None
-    telemetry_missing: Mapping[str, str] | None = None
-    quality: str | None = None
-    quality_reasons: Mapping[str, str] | None = None
-    quality_summary: Mapping[str, Any] | None = None
-    samples_measured: int | None = None
-    samples_repeated: int | None = None
-    samples_unavailable: int | None = None
-    samples_suspect: int | None = None
-    half_widths: Mapping[str, float] | None = None
-    final: bool | None = None
-    memory_fraction: float | None = None
-    mig_profile: str | None = None
-    mps: bool | None = None
-    startup_s: float | None = None
-    prepared: bool | None = None
-    origin: Mapping[str, str] | None = None
-    convolutions: Mapping[str, Any] | None = None
-    kernel_rows: int | None = None
-    parallel: str | None = None
-    ranks: int | None = None
-    worst_rank: int | None = None
-    collocation_rows: int | None = None
-    group_id: str | None = None
-
-    def columns(self) -> dict[str, Any]:
-        """Return the row's columns, JSON objects as text; those that are None are left out.
-
-        Raises `TypeError` or `ValueError` for values that JSON cannot hold.
-        """
-        values = {name: getattr(self, name) for name in _FIELDS}
-        return {name: _store(name, value) for name, value in values.items() if value is not None}
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Run))
 
 
 def _store(name: str, value: Any) -> Any:
