@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 
@@ -235,33 +236,22 @@ def test_no_modules_of_a_room_import_each_other_in_a_circle(package):
     assert not circles_of(graph)
 
 
-def vague_names(nodes):
-    """(line, name) of the arguments and variables of functions whose name says nothing of what they hold.
+def vague_names(path):
+    """(line of the scope, name) of the arguments and variables whose name says nothing of what they hold.
 
     Fields of classes are left out: a report, a journal and `stale` of older data folders have a key `said`.
     """
-    fields = {
-        id(part.target)
-        for node in nodes
-        if isinstance(node, ast.ClassDef)
-        for part in node.body
-        if isinstance(part, ast.AnnAssign)
-    }
-    for node in nodes:
-        if isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
-            if node.id in VAGUE_NAMES:
-                yield node.lineno, node.id
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name in VAGUE_NAMES:
-            yield node.lineno, node.name
+    scopes = [symtable.symtable(path.read_text("utf-8"), str(path), "exec")]
+    for scope in scopes:
+        scopes += scope.get_children()
+        for symbol in map(scope.lookup, VAGUE_NAMES.intersection(scope.get_identifiers())):
+            is_variable = symbol.is_assigned() and not symbol.is_imported() and not symbol.is_namespace()
+            is_field = scope.get_type() == "class" and symbol.is_annotated()
+            if symbol.is_parameter() or (is_variable and not is_field):
+                yield scope.get_lineno(), symbol.get_name()
 
 
 @pytest.mark.parametrize("folder", CLEARLY_NAMED)
 def test_variables_say_what_they_hold(folder):
-    vague = [
-        f"{path.relative_to(ROOT)}:{line} {name}"
-        for path in modules(folder)
-        for line, name in vague_names(nodes_of(path))
-    ]
+    vague = [f"{path.relative_to(ROOT)}:{line} {name}" for path in modules(folder) for line, name in vague_names(path)]
     assert not vague

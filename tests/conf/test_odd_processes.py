@@ -19,13 +19,6 @@ SUBMITTED = ["+arch=mlp", "n=1", "detach=true", "device=simulated"]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="closes standard files as Linux has them")
 
 
-@pytest.fixture
-def place(tmp_path):
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    return folder
-
-
 def start(place, module, *arguments, redirect="", before="", **environment):
     """Run a command by way of a shell, which closes and redirects files: (exit code, output, errors), as bytes."""
     known = {name: value for name, value in os.environb.items() if name != b"GPUFARM_DATA"}

@@ -17,13 +17,6 @@ from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder, FolderPlace
 
 
-@pytest.fixture
-def place(tmp_path):
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    return folder
-
-
 def test_a_plain_file_appears_whole_with_the_rights_of_the_one_before(place):
     target = place / "out"
     with output_file(target) as file:

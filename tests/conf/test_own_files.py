@@ -10,13 +10,6 @@ from conf.files.identity import alive, identity
 from conf.files.outputs import open_own_file, own_folder
 
 
-@pytest.fixture
-def place(tmp_path):
-    path = tmp_path / "a'; echo foo"
-    path.mkdir(mode=0o700)
-    return path
-
-
 def opened(path, private=True):
     with own_folder(path, private=private) as descriptor:
         return descriptor is not None

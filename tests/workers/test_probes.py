@@ -24,6 +24,7 @@ from workers.probes.children import Measured, Measurement, measure_all, measured
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
+H100 = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
 
 
 def forever():
@@ -33,8 +34,7 @@ def forever():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Make the probes start their children as if there were a GPU."""
-    slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
-    monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None))
+    monkeypatch.setattr(children, "gpu_of", lambda device: (H100, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None))
 
 
 def child(name, function, **arguments):
@@ -120,9 +120,7 @@ def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_
     eager = Measurement(
         name="eager", function="probed:environment", environment={"PYTHONPATH": HERE, "CUDA_MODULE_LOADING": "EAGER"}
     )
-    rows, reason = children.run_child(
-        eager, Slot(index=0, device_name="", device_uuid="GPU-1", device_memory_mib=None), {}, 20
-    )
+    rows, reason = children.run_child(eager, H100, {}, 20)
     assert reason is None
     assert rows == [{"stage": "GPU-1", "CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": None}]
 
@@ -317,11 +315,9 @@ def test_mps_charges_are_told_apart(process_mib, listed, expected):
 
 
 @pytest.fixture
-def answers(monkeypatch):
+def answers(on_a_gpu, monkeypatch):
     """Make each question's process give a reason, or none, by its name; there is a GPU."""
-    slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
     reasons = {}
-    monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {}, None))
     monkeypatch.setattr(
         children, "run_child", lambda measurement, *others: ([{"figure": 1.0}], reasons.get(measurement.name))
     )

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import select
 import socket
@@ -33,9 +34,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from conf.children.containment import die_with_parent, kill, run_as_child
+from conf.children.containment import die_with_parent
 from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
@@ -45,7 +47,6 @@ _QUOTED_BYTES = 200
 LINE_BYTES = 1 << 20  # longest report; texts of errors are shortened to much less
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
-_PAUSE_S = 0.005
 _OF_FIRST = ("built", "environment", "window")  # events that are the same for all ranks; the first rank's count
 # Texts in the error of a rank that failed only because it lost another rank.
 _LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
@@ -151,20 +152,19 @@ def _memory_at_failure(trial: dict[str, Any], place: Place | None) -> tuple[floa
 
 @dataclass
 class _Rank:
-    """One rank's process, with its reported `result` or `failure`. `code` is its exit code, negative for a signal."""
+    """One rank's process, with its reported `result` or `failure`."""
 
     number: int
-    pid: int
+    process: BaseProcess
     channel: socket.socket
     buffer: bytes = b""
     open: bool = True
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
-    code: int | None = None
 
     @property
     def ended(self) -> bool:
-        return self.code is not None
+        return self.process.exitcode is not None
 
     @property
     def silent(self) -> bool:
@@ -191,7 +191,7 @@ def run_ranks(count: int, link: Link, run_rank: RunRank) -> None:
             _start(ranks, count, store, link, run_rank)
         finally:
             os.close(store)
-        link.report("ranks", pids=[rank.pid for rank in ranks])
+        link.report("ranks", pids=[rank.process.pid for rank in ranks])
         _RankMonitor(ranks, link).listen()
         link.labels_taken()  # until then the ranks keep their memory, for a last sample
         _dismiss(ranks)
@@ -201,25 +201,26 @@ def run_ranks(count: int, link: Link, run_rank: RunRank) -> None:
 
 def _start(ranks: list[_Rank], count: int, store: int, link: Link, run_rank: RunRank) -> None:
     """Start the ranks one by one and add each to `ranks`. If one cannot start, `ranks` has the running ones."""
-    parent = os.getpid()
     for number in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)  # a long error does not fit into a packet
-        pid = os.fork()
-        if pid:
-            theirs.close()
-            ranks.append(_Rank(number, pid, ours))
-            continue
         place = Place(rank=number, ranks=count, store=f"/proc/self/fd/{store}")
+        unused = (ours, link, *(rank.channel for rank in ranks))
+        arguments = (run_rank, place, theirs, unused, os.getpid())
+        process = multiprocessing.get_context("fork").Process(target=_run_rank, args=arguments)
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(number, process, ours))
 
-        def body(place: Place = place, channel: socket.socket = theirs, unused: Sequence[Any] = (ours, link)) -> None:
-            die_with_parent(parent)
-            for pipe in (*unused, *(rank.channel for rank in ranks)):
-                pipe.close()
-            os.environ.update(_surroundings(place))
-            with channel:
-                run_rank(place, channel)
 
-        run_as_child(body)
+def _run_rank(
+    run_rank: RunRank, place: Place, channel: socket.socket, unused: Iterable[socket.socket | Link], parent: int
+) -> None:
+    die_with_parent(parent)
+    for pipe in unused:
+        pipe.close()
+    os.environ.update(_surroundings(place))
+    with channel:
+        run_rank(place, channel)
 
 
 def _surroundings(place: Place) -> dict[str, str]:
@@ -253,9 +254,6 @@ class _RankMonitor:
 
     def _over(self) -> bool:
         """Return whether every report has arrived."""
-        for rank in self.ranks:
-            if rank.silent:  # it has closed its socket and is about to end
-                _reap(rank, 0)
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
             root = _root_of(failed)
@@ -275,7 +273,7 @@ class _RankMonitor:
         data = receive(rank.channel, LINE_BYTES)
         if not data:
             rank.open = False
-            _reap(rank, _SETTLE_S)
+            rank.process.join(_SETTLE_S)  # it is about to end
             return
         *lines, rank.buffer = (rank.buffer + data).split(b"\n")
         if len(rank.buffer) > LINE_BYTES:
@@ -310,7 +308,7 @@ class _RankMonitor:
         if rank.failure is not None:
             self.link.report("failed", **{**rank.failure, "rank": rank.number})
         else:
-            self.link.report("rank_ended", rank=rank.number, code=rank.code)
+            self.link.report("rank_ended", rank=rank.number, code=rank.process.exitcode)
 
     def _report_results(self) -> None:
         for rank in self.ranks:
@@ -341,29 +339,15 @@ def _dismiss(ranks: list[_Rank]) -> None:
     if not any(rank.failed for rank in ranks):
         give_up = time.monotonic() + _GOODBYE_S
         for rank in ranks:
-            _reap(rank, give_up - time.monotonic())
+            rank.process.join(max(0.0, give_up - time.monotonic()))
 
 
 def _end(ranks: Iterable[_Rank]) -> None:
     """Kill the ranks that still run, and reap them."""
-    left = [rank for rank in ranks if not rank.ended]
-    for rank in left:
-        kill(rank.pid)
-    for rank in left:
-        _reap(rank, _GOODBYE_S)
-
-
-def _reap(rank: _Rank, within_s: float) -> None:
-    """Record how a rank ended, if it ends in time."""
-    give_up = time.monotonic() + within_s
-    while not rank.ended:
-        pid, status = os.waitpid(rank.pid, os.WNOHANG)
-        if pid:
-            rank.code = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() >= give_up:
-            return
-        else:
-            time.sleep(_PAUSE_S)
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join(_GOODBYE_S)
 
 
 # Messages of a broken device: another attempt, perhaps on another device, may succeed.
