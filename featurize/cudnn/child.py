@@ -1,20 +1,21 @@
 """The process that loads cuDNN: it answers one query at a time; its parent survives a crash or a hang.
 
-Start reading at `main`. `featurize.cudnn.oracle` runs this file, and exchanges lines of JSON with it. Imports no torch.
+Start reading at `main`. `featurize.cudnn.oracle` runs this file, and exchanges messages of JSON with it. Without torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-import os
 import platform
 import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from conf.errors import EnvironmentProblem
 from featurize.cudnn.signature import (
@@ -28,6 +29,14 @@ from featurize.cudnn.signature import (
 
 # torch.backends.cudnn.benchmark_limit: number of plans that PyTorch measures by default.
 BENCHMARK_LIMIT = 10
+
+# Type of a convolution's tensors -> cuDNN's names of that type, and of the type that it is computed in.
+_TYPES = {
+    "float32": ("FLOAT", "FLOAT"),
+    "float16": ("HALF", "FLOAT"),
+    "bfloat16": ("BFLOAT16", "FLOAT"),
+    "float64": ("DOUBLE", "DOUBLE"),
+}
 
 # The shared object that replaces a missing driver.
 SONAME = "libcuda.so.1"
@@ -52,31 +61,29 @@ _READ, _READ_EXECUTE, _READ_WRITE = 4, 5, 6
 
 
 def main() -> None:
-    """Answer queries from standard input until it ends."""
-    # The libraries may print to standard output: the answers use another descriptor.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    opening = json.loads(sys.stdin.readline())
+    """Answer the queries of the parent, at the other end of a connection whose descriptor is the last argument."""
+    parent = Connection(int(sys.argv[-1]))
+    opening = json.loads(parent.recv_bytes())
     try:
-        ask, version = _open_libraries(opening["libraries"], opening["device"])
+        ask = _open_libraries(opening["libraries"], opening["device"])
     except Exception as error:  # the libraries may raise anything; the parent reports that cuDNN cannot be asked
-        _write(answers, {"problem": f"{type(error).__name__}: {error}"})
+        _send(parent, {"problem": f"{type(error).__name__}: {error}"})
         return
-    _write(answers, {"version": version})
-    for line in sys.stdin:
-        query = json.loads(line)
-        answer = ask(signature_of(query["signature"]), SearchSettings(**query["search"]))
-        _write(answers, vars(answer))
+    _send(parent, {"problem": ""})
+    with contextlib.suppress(EOFError):  # the parent has ended
+        while True:
+            query = json.loads(parent.recv_bytes())
+            answer = ask(signature_of(query["signature"]), SearchSettings(**query["search"]))
+            _send(parent, vars(answer))
 
 
-def _write(answers: TextIO, content: dict[str, Any]) -> None:
-    answers.write(json.dumps(content) + "\n")
-    answers.flush()
+def _send(parent: Connection, content: dict[str, Any]) -> None:
+    parent.send_bytes(json.dumps(content).encode())
 
 
 def _open_libraries(
     libraries: list[str], device: dict[str, Any]
-) -> tuple[Callable[[ConvolutionSignature, SearchSettings], OracleAnswer], int]:
+) -> Callable[[ConvolutionSignature, SearchSettings], OracleAnswer]:
     """Load the driver or its stand-in, the libraries in their order, and cuDNN's frontend; describe the device to
     it."""
     try:
@@ -94,8 +101,7 @@ def _open_libraries(
             device = {**device, "driverVer": runtime.value}
     import cudnn  # the frontend uses the library that is already loaded
 
-    properties = cudnn.create_device_properties(json.dumps(device))
-    return _Asking(cudnn, properties).ask, cudnn.backend_version()
+    return _Asking(cudnn, cudnn.create_device_properties(json.dumps(device))).ask
 
 
 class _Asking:
@@ -103,13 +109,6 @@ class _Asking:
 
     def __init__(self, cudnn: Any, properties: Any) -> None:
         self._cudnn, self._properties = cudnn, properties
-        kinds = cudnn.data_type
-        self._dtypes = {
-            "float32": kinds.FLOAT,
-            "float16": kinds.HALF,
-            "bfloat16": kinds.BFLOAT16,
-            "float64": kinds.DOUBLE,
-        }
 
     def ask(self, signature: ConvolutionSignature, search: SearchSettings) -> OracleAnswer:
         """Return the plans that build: the first, or with `benchmark` those that PyTorch measures."""
@@ -136,8 +135,7 @@ class _Asking:
         return OracleAnswer(plans=tuple(plans)) if plans else OracleAnswer(problem=NO_ENGINE)
 
     def _graph(self, signature: ConvolutionSignature) -> Any:
-        dtype = self._dtypes[signature.dtype]
-        computed_in = self._dtypes["float64" if signature.dtype == "float64" else "float32"]
+        dtype, computed_in = (getattr(self._cudnn.data_type, name) for name in _TYPES[signature.dtype])
         graph = self._cudnn.pygraph(
             io_data_type=dtype,
             intermediate_data_type=computed_in,

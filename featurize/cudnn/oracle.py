@@ -12,13 +12,12 @@ import importlib.util
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,8 @@ class CudnnOracle:
     Args:
         libraries: Libraries that the process loads.
         device: The GPU model.
-        cache: Store of the answers; None: they are not stored.
+        cache: Store of the answers, shared by all processes of this user: an answer never changes. Its keys hold all
+            that an answer depends on. None: they are not stored.
         command: Command of the process; by default `child.py` under this Python.
         query_s: Limit for one query, in seconds.
     """
@@ -55,7 +55,7 @@ class CudnnOracle:
         self,
         libraries: CudnnLibraries,
         device: DeviceSpec,
-        cache: AnswerCache | None,
+        cache: DiskCache | None,
         *,
         command: Sequence[str] = (sys.executable, "-P", _CHILD),
         query_s: float = QUERY_S,
@@ -75,15 +75,20 @@ class CudnnOracle:
         Raises:
             EnvironmentProblem: The process does not start: its libraries cannot be loaded.
         """
-        wanted = list(dict.fromkeys(signatures))
         scope = self._scope(search)
-        known = self._cache.read(scope, wanted) if self._cache is not None else {}
-        if missing := [signature for signature in wanted if signature not in known]:
+        keys = {signature: f"{scope} {signature.to_text()}" for signature in signatures}
+        stored = self._cache.read(keys.values()) if self._cache is not None else {}
+        known: dict[ConvolutionSignature, OracleAnswer] = {}
+        for signature, key in keys.items():
+            with contextlib.suppress(KeyError, ValueError):  # a value that is not an answer is asked for again
+                known[signature] = answer_of(json.loads(stored[key]))
+        if missing := [signature for signature in keys if signature not in known]:
             with self._lock:
                 fresh = self._ask(missing, search)
-            lasting = {signature: answer for signature, answer in fresh.items() if answer.problem in ("", NO_ENGINE)}
+            lasting = [(keys[asked], answer) for asked, answer in fresh.items() if answer.problem in ("", NO_ENGINE)]
             if self._cache is not None and lasting:
-                self._cache.write(scope, lasting)
+                rows = [(key, json.dumps(vars(answer), separators=(",", ":")).encode()) for key, answer in lasting]
+                self._cache.write([(scope, b"answered"), *rows])
             known |= fresh
         return known
 
@@ -97,7 +102,7 @@ class CudnnOracle:
         """Start the process without waiting for it, if no answer at all is stored for such a search.
 
         Its libraries take most of a second to load; meanwhile the caller can trace the step that it will ask about."""
-        if self._cache is None or not self._cache.has_any(self._scope(search)):
+        if self._cache is None or not self._cache.read([self._scope(search)]):
             with self._lock:
                 self._ensure_running()
 
@@ -120,13 +125,14 @@ class CudnnOracle:
             if failures >= MOST_FAILURES:
                 answers[signature] = OracleAnswer(problem=NOT_ASKED)
                 continue
-            query = {"signature": signature, "search": vars(search)}
+            process = self._ensure_running()
             try:
-                answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
-            except (_NoAnswer, ValueError) as error:
+                answer = process.ask({"signature": signature, "search": vars(search)}, self._query_s)
+                answers[signature] = answer_of(answer)
+            except (EOFError, OSError, ValueError) as error:
                 failures += 1
                 self.close()
-                answers[signature] = OracleAnswer(problem=HUNG if isinstance(error, _Hung) else CRASHED)
+                answers[signature] = OracleAnswer(problem=HUNG if isinstance(error, TimeoutError) else CRASHED)
             except BaseException:  # also an interrupt: the next query would read this one's answer
                 self.close()
                 raise
@@ -141,42 +147,37 @@ def oracle_for(device: DeviceSpec) -> CudnnOracle:
         EnvironmentProblem: The libraries are not installed; the message names the extra.
         UsageError: A compute capability that cuDNN cannot be asked about.
     """
-    return CudnnOracle(installed_libraries(), device, AnswerCache(user_folder() / "cudnn.sqlite"))
-
-
-class _NoAnswer(Exception):
-    """The process ended."""
-
-
-class _Hung(_NoAnswer):
-    """The process did not answer in time."""
+    return CudnnOracle(installed_libraries(), device, DiskCache(user_folder() / "cudnn.sqlite"))
 
 
 class _CudnnProcess:
-    """The process and its two pipes: each query is a line of JSON, and so is its answer."""
+    """The process and the connection to it: each query is one message of JSON, and so is its answer."""
 
     def __init__(self, command: Sequence[str], libraries: CudnnLibraries, properties: dict[str, Any]) -> None:
         self.owner = os.getpid()
-        self._unread = b""
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # the libraries list every function of the driver that they miss
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent; the end of its pipe ends the process
-        )
         self._version, self._opened = libraries.version, False
-        with contextlib.suppress(_NoAnswer):  # `ask` reports it
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._connection, of_process = Pipe()
+        with of_process:
+            self._process = subprocess.Popen(
+                (*command, str(of_process.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the libraries may print
+                stderr=subprocess.DEVNULL,  # the libraries list every function of the driver that they miss
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=(of_process.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the parent; the end of its connection ends the process
+            )
+        with contextlib.suppress(OSError):  # it has ended: `ask` reports it
             self._send({"libraries": libraries.paths, "device": properties})
 
-    def ask(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, query: dict[str, Any], seconds: float) -> Any:
         """Return the answer to a query; the first call waits until the libraries are loaded.
 
         Raises:
-            _NoAnswer: The process ended, or took longer than `seconds`.
-            ValueError: The line is not an answer.
+            TimeoutError: The process took longer than `seconds`.
+            EOFError, OSError: The process ended.
+            ValueError: The message is not JSON.
             EnvironmentProblem: Its libraries cannot be loaded.
         """
         if not self._opened:
@@ -186,103 +187,47 @@ class _CudnnProcess:
 
     def _require_opened(self) -> None:
         try:
-            problem = self._receive(START_S).get("problem")
-        except (_NoAnswer, ValueError) as error:
+            problem = self._receive(START_S)["problem"]
+        except (EOFError, OSError, ValueError) as error:
             raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: its process does not start") from error
         if problem:
             raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: {problem}")
         self._opened = True
 
     def _send(self, content: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(content).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise _NoAnswer from error
+        self._connection.send_bytes(json.dumps(content).encode())
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + seconds
-        descriptor = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not select.select([descriptor], [], [], remaining_s)[0]:
-                raise _Hung
-            if not (part := os.read(descriptor, 65536)):
-                raise _NoAnswer
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        content = json.loads(line)
-        if not isinstance(content, dict):
-            raise ValueError("an answer is a mapping")
-        return content
+    def _receive(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return json.loads(self._connection.recv_bytes())
 
     def end(self) -> None:
         """Kill the process."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-
-class AnswerCache:
-    """A file of answers, shared by all processes of this user: an answer never changes. A file that cannot be opened or
-    read counts as missing. `scope` holds all that an answer depends on besides the signature: cuDNN's version, the
-    device and PyTorch's search settings."""
-
-    def __init__(self, path: Path) -> None:
-        self._disk = DiskCache(path)
-
-    def read(self, scope: str, signatures: Iterable[ConvolutionSignature]) -> dict[ConvolutionSignature, OracleAnswer]:
-        """Return the stored answers, by signature."""
-        by_key = {_key(scope, signature): signature for signature in signatures}
-        answers: dict[ConvolutionSignature, OracleAnswer] = {}
-        for key, content in self._disk.read(by_key).items():
-            with contextlib.suppress(ValueError):  # a value that is not an answer is asked for again
-                answers[by_key[key]] = answer_of(json.loads(content))
-        return answers
-
-    def has_any(self, scope: str) -> bool:
-        """Return whether an answer is stored for any signature."""
-        return bool(self._disk.read([scope]))
-
-    def write(self, scope: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
-        """Store answers. If two processes write the same one, the later one's stays."""
-        rows = [
-            (_key(scope, signature), json.dumps(vars(answer), separators=(",", ":")).encode())
-            for signature, answer in answers.items()
-        ]
-        if rows:
-            self._disk.write([(scope, b"answered"), *rows])
-
-
-def _key(scope: str, signature: ConvolutionSignature) -> str:
-    return f"{scope} {signature.to_text()}"
+        self._connection.close()
 
 
 class _Multiprocessor(NamedTuple):
     """Limits of a multiprocessor that follow from the compute capability."""
 
-    fp32_cores: int
     max_blocks: int
     shared_memory_kib: int  # the most that a block can opt in to
     reserved_bytes: int  # shared memory that each block reserves
 
 
-# CUDA C++ Programming Guide 12.9, tables "Technical Specifications per Compute Capability" and "Arithmetic Throughput".
+# CUDA C++ Programming Guide 12.9, table "Technical Specifications per Compute Capability".
 _MULTIPROCESSORS = {
-    (7, 0): _Multiprocessor(64, 32, 96, 0),
-    (7, 5): _Multiprocessor(64, 16, 64, 0),
-    (8, 0): _Multiprocessor(64, 32, 163, 1024),
-    (8, 6): _Multiprocessor(128, 16, 99, 1024),
-    (8, 7): _Multiprocessor(128, 16, 163, 1024),
-    (8, 9): _Multiprocessor(128, 24, 99, 1024),
-    (9, 0): _Multiprocessor(128, 32, 227, 1024),
-    (10, 0): _Multiprocessor(128, 32, 227, 1024),
-    (12, 0): _Multiprocessor(128, 24, 99, 1024),
+    (7, 0): _Multiprocessor(32, 96, 0),
+    (7, 5): _Multiprocessor(16, 64, 0),
+    (8, 0): _Multiprocessor(32, 163, 1024),
+    (8, 6): _Multiprocessor(16, 99, 1024),
+    (8, 7): _Multiprocessor(16, 163, 1024),
+    (8, 9): _Multiprocessor(24, 99, 1024),
+    (9, 0): _Multiprocessor(32, 227, 1024),
+    (10, 0): _Multiprocessor(32, 227, 1024),
+    (12, 0): _Multiprocessor(24, 99, 1024),
 }
 _MEMORY_BUS_BITS = 4096
 
@@ -325,7 +270,7 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
         "reservedSharedMemoryPerBlock": sm.reserved_bytes,
         "l2CacheSize": int(spec.l2_mib * 2**20),
         "totalGlobalMem": int(spec.memory_mib * 2**20),
-        "smClockRateKHz": round(spec.peak_tflops.fp32 * 1e9 / (2 * sm.fp32_cores * spec.sm_count)),
+        "smClockRateKHz": round(spec.peak_tflops.fp32 * 1e9 / (2 * spec.architecture.fp32_lanes * spec.sm_count)),
         "memClockRateKHz": round(spec.bandwidth_gb_s * 1e6 * 8 / (2 * _MEMORY_BUS_BITS)),
         "memoryBusWidth": _MEMORY_BUS_BITS,
         "supportCoopLaunch": 1,

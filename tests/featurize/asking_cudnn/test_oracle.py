@@ -6,18 +6,19 @@ The folder is not called `cudnn`: pytest puts its parent on the path, where it w
 import ctypes
 import platform
 import sys
+from multiprocessing import connection
 from types import SimpleNamespace
 
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
+from conf.files.disk_cache import DiskCache
 from featurize.cudnn import oracle as module
 from featurize.cudnn.child import FUNCTIONS, NO_DEVICE, driver_stand_in
 from featurize.cudnn.oracle import (
     CRASHED,
     HUNG,
     NOT_ASKED,
-    AnswerCache,
     CudnnLibraries,
     CudnnOracle,
     device_properties,
@@ -73,7 +74,7 @@ def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(module.select, "select", interrupted)
+        patched.setattr(connection, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             oracle.answers([signature(5)], SEARCH)
     assert child.poll() is not None
@@ -108,7 +109,7 @@ def test_a_process_that_does_not_start_is_one_message():
 
 
 def test_an_answer_is_asked_for_once_by_version_and_search(oracle_of, tmp_path):
-    cache = AnswerCache(tmp_path / "deep" / "cudnn.sqlite")
+    cache = DiskCache(tmp_path / "deep" / "cudnn.sqlite")
     first = oracle_of(cache=cache).answers([signature(3)], SEARCH)
     assert oracle_of(cache=cache).answers([signature(3)], SEARCH) == first
     assert asked(tmp_path) == ["3"]
@@ -118,17 +119,17 @@ def test_an_answer_is_asked_for_once_by_version_and_search(oracle_of, tmp_path):
 
 
 def test_hangs_and_crashes_cost_their_query_and_are_not_kept(oracle_of, tmp_path):
-    cache = AnswerCache(tmp_path / "cudnn.sqlite")
-    first = oracle_of(cache=cache, query_s=0.2).answers(map(signature, (HANGS, CRASHES)), SEARCH)
+    path = tmp_path / "cudnn.sqlite"
+    first = oracle_of(cache=DiskCache(path), query_s=0.2).answers(map(signature, (HANGS, CRASHES)), SEARCH)
     assert [answer.problem for answer in first.values()] == [HUNG, CRASHED]
-    assert not cache.read(oracle_of()._scope(SEARCH), map(signature, (HANGS, CRASHES)))
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("content", [b"no database", b""])
 def test_a_damaged_cache_is_as_none(oracle_of, tmp_path, content):
     path = tmp_path / "cudnn.sqlite"
     path.write_bytes(content)
-    assert oracle_of(cache=AnswerCache(path)).answers([signature(3)], SEARCH)[signature(3)].plans
+    assert oracle_of(cache=DiskCache(path)).answers([signature(3)], SEARCH)[signature(3)].plans
 
 
 def test_every_described_device_since_volta_can_be_described_to_cudnn():
