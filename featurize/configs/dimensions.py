@@ -1,6 +1,6 @@
 """The dimensions of a family's search space, and the mapping from a point of the unit cube to raw values.
 
-Start reading at `Space`; `read_space` makes one from YAML. `featurize.configs.draws` makes the points.
+Start reading at `Space`; `parse_space` makes one from YAML. `featurize.configs.draws` makes the points.
 """
 
 from __future__ import annotations
@@ -80,38 +80,30 @@ class Range:
     scale: str
     step: int | float | None = None
 
-    @property
-    def integer(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
+    @cached_property
+    def _grid_step(self) -> int | float | None:
+        integers = isinstance(self.low, int) and isinstance(self.high, int)
+        return 1 if self.step is None and integers else self.step
 
     @property
     def count(self) -> int | None:
         """Return the number of values; None for a continuous range."""
         step = self._grid_step
-        return None if step is None else self._count(step)
-
-    def _count(self, step: int | float) -> int:
-        return int((self.high - self.low) / step + 1e-9) + 1
+        return None if step is None else int((self.high - self.low) / step + 1e-9) + 1
 
     def at(self, place: int) -> int | float:
         """Return the value at one of the `count` places of the grid."""
-        step = self._grid_step
-        assert step is not None, "a continuous range has no grid"
-        value = self.low + place * step
+        assert self._grid_step is not None, "a continuous range has no grid"
+        value = self.low + place * self._grid_step
         return value if isinstance(value, int) else round(value, 12)  # 0.15, not 0.15000000000000002
-
-    @property
-    def _grid_step(self) -> int | float | None:
-        return 1 if self.step is None and self.integer else self.step
 
     def value(self, u: float) -> int | float:
         """Return the value at `u` in [0, 1)."""
-        step = self._grid_step
-        if step is None:
+        step, count = self._grid_step, self.count
+        if step is None or count is None:
             if self.scale == "log":
                 return min(max(self.low * math.pow(self.high / self.low, u), float(self.low)), float(self.high))
             return min(self.low + u * (self.high - self.low), float(self.high))
-        count = self._count(step)
         if self.scale == "log":
             # One step past the top, so that the highest value has a cell that is rounded down to it.
             step_index = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
@@ -175,27 +167,27 @@ def valid_keys(family: str) -> tuple[str, ...]:
 @cache
 def own_space(family: str) -> Space:
     """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; empty if there is no such file."""
-    return read_space(family, (default_space(family) or {}).items())
+    return parse_space(family, default_space(family) or {})
 
 
-def read_space(family: str, items: Iterable[tuple[str, Any]]) -> Space:
-    """Return the space of name-spec pairs. Raises `UsageError` with all problems.
+def parse_space(family: str, specs: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Space:
+    """Return the space of a mapping name -> spec, or of such pairs. Raises `UsageError` with all problems, such as an
+    unknown family or key; `featurize.configs.space.require_within_limits` checks the values.
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
     """
     known = valid_keys(family)
+    pairs = list(specs.items() if isinstance(specs, Mapping) else specs)
     dimensions: list[Dimension] = []
     problems: list[str] = []
-    unknown: list[str] = []
-    for name, spec in items:
-        if name not in known:
-            unknown.append(str(name))
-        dimension = _dimension(name, spec, problems)
-        if dimension is not None:
-            dimensions.append(dimension)
-    if unknown:
-        problems.append(f"unknown {', '.join(sorted(unknown))}; valid keys are {', '.join(known)}")
+    for name, spec in pairs:
+        try:
+            dimensions.append(_dimension(name, spec))
+        except UsageError as error:
+            problems.append(str(error))
+    if unknown := sorted(str(name) for name, _ in pairs if name not in known):
+        problems.append(f"unknown {', '.join(unknown)}; valid keys are {', '.join(known)}")
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))
     return Space(family, tuple(dimensions))
@@ -214,50 +206,44 @@ def default_space(family: str) -> dict[str, Any] | None:
     return space
 
 
-def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:
-    """Return the dimension that `spec` describes, or None after appending its problems."""
+def _dimension(name: str, spec: Any) -> Dimension:
+    """Return the dimension that `spec` describes. Raises `UsageError` with its problems."""
     if isinstance(spec, Mapping):
-        return _range(name, spec, problems)
+        return _range(name, spec)
     if isinstance(spec, Sequence) and not isinstance(spec, str):
-        wrong = [repr(value) for value in spec if not _is_scalar(value)]
-        if wrong:
-            problems.append(f"{name}: choices must be numbers, strings or booleans, got {', '.join(wrong)}")
-            return None
+        if wrong := [repr(value) for value in spec if not _is_scalar(value)]:
+            raise UsageError(f"{name}: choices must be numbers, strings or booleans, got {', '.join(wrong)}")
         if not spec:
-            problems.append(f"{name}: the list of choices is empty")
-            return None
+            raise UsageError(f"{name}: the list of choices is empty")
         return Choice(name, tuple(spec))
     if not _is_scalar(spec):
-        problems.append(f"{name}: must be a value, a list or {{low, high}}, got {spec!r}")
-        return None
+        raise UsageError(f"{name}: must be a value, a list or {{low, high}}, got {spec!r}")
     return Constant(name, spec)
 
 
-def _range(name: str, spec: Mapping[str, Any], problems: list[str]) -> Range | None:
-    before = len(problems)
-    unknown = sorted(str(key) for key in spec if key not in RANGE_KEYS)
-    if unknown:
-        problems.append(f"{name}: unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}")
-    for key in ("low", "high", "step"):
+def _range(name: str, spec: Mapping[str, Any]) -> Range:
+    problems = []
+    if unknown := sorted(str(key) for key in spec if key not in RANGE_KEYS):
+        problems.append(f"unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}")
+    low, high, step, scale = spec.get("low"), spec.get("high"), spec.get("step"), spec.get("scale", "auto")
+    for key, value in (("low", low), ("high", high), ("step", step)):
         if key not in spec and key != "step":
-            problems.append(f"{name}: {key} is missing")
-        elif not _is_number(spec.get(key)) and (key != "step" or spec.get(key) is not None):
-            problems.append(f"{name}: {key} must be a finite number, got {spec[key]!r}")
-    scale = spec.get("scale", "auto")
+            problems.append(f"{key} is missing")
+        elif not _is_number(value) and (key != "step" or value is not None):
+            problems.append(f"{key} must be a finite number, got {value!r}")
     if scale not in SCALES:
-        problems.append(f"{name}: unknown scale {scale!r}; known: {', '.join(SCALES)}")
-    low, high, step = spec.get("low"), spec.get("high"), spec.get("step")
+        problems.append(f"unknown scale {scale!r}; known: {', '.join(SCALES)}")
     if _is_number(low) and _is_number(high):
         if low > high:
-            problems.append(f"{name}: low {low} > high {high}")
+            problems.append(f"low {low} > high {high}")
         if scale == "log" and low <= 0:
-            problems.append(f"{name}: a log scale needs low > 0, got {low}")
-        if _is_number(step) and isinstance(low, int) and isinstance(high, int) and not isinstance(step, int):
-            problems.append(f"{name}: step of an integer range must be an integer, got {step}")
+            problems.append(f"a log scale needs low > 0, got {low}")
+        if isinstance(low, int) and isinstance(high, int) and isinstance(step, float):
+            problems.append(f"step of an integer range must be an integer, got {step}")
     if _is_number(step) and step <= 0:
-        problems.append(f"{name}: step must be > 0, got {step}")
-    if len(problems) > before or not (_is_number(low) and _is_number(high)):
-        return None
+        problems.append(f"step must be > 0, got {step}")
+    if problems or not (_is_number(low) and _is_number(high)):
+        raise UsageError("; ".join(f"{name}: {problem}" for problem in problems))
     if scale == "auto":
         scale = "log" if low > 0 and high / low >= AUTO_LOG_RATIO else "uniform"
     return Range(name, low, high, scale, step)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from featurize import families
 from featurize.configs.dimensions import Choice, Scalar, Space
-from featurize.configs.trial import TrialConfig, named_by_user
+from featurize.configs.trial import TrialConfig, missing_fields, named_by_user
 from featurize.job.layers import rough_memory_mib, totals
 
 if TYPE_CHECKING:
@@ -239,38 +240,17 @@ def sample_range(
     """
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
-    first, last = start // k, -(-stop // k)  # first and last point
-    groups = _configs(space, key_of(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
-    skipped = start - first * k
-    return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
-
-
-def _configs(
-    space: Space,
-    key: bytes,
-    start: int,
-    stop: int,
-    points_of: PointsOf,
-    limits: Limits,
-    rejections: Counter[str] | None,
-    sizes: Sequence[int],
-) -> Iterator[list[TrialConfig]]:
-    """Yield each point's config, or its configs at every batch size.
-
-    In a small space, the draws since the last multiple of its number of points are repeated first, to know them.
-    """
-    family = families.get_family(space.family)
-    drawn = _drawn_before(space)
-    since = start if drawn is None else start - start % drawn.points
-    for first in range(since, stop, _POINTS_AT_ONCE):
-        indices = range(first, min(first + _POINTS_AT_ONCE, stop))
-        for index, point in zip(indices, points_of(space, key, indices), strict=True):
+    key, family, drawn = key_of(space, seed), families.get_family(space.family), _drawn_before(space)
+    first = start // k
+    since = first if drawn is None else first - first % drawn.points  # to know what was drawn before
+    for beginning in range(since, -(-stop // k), _POINTS_AT_ONCE):
+        indices = range(beginning, min(beginning + _POINTS_AT_ONCE, -(-stop // k)))
+        for index, point in zip(indices, POLICIES[policy](space, key, indices), strict=True):
             if drawn is not None and index % drawn.points == 0:
                 drawn.forget()
-            counted = rejections if index >= start else None
+            counted = rejections if index >= first else None
             configs = _configs_at(space, family, key, index, point, limits, counted, sizes, drawn)
-            if index >= start:
-                yield configs
+            yield from configs[max(0, start - index * k) : max(0, stop - index * k)]
 
 
 class _Drawn:
@@ -325,7 +305,7 @@ def _configs_at(
             continue
         # Repaired once, so that all batch sizes get the same network.
         largest = {"batch_size": max(sizes)} if sizes else {}
-        repaired = family.repair({**drawn_values, **largest}, _Draw(key, index, attempt))
+        repaired = family.repair({**drawn_values, **largest}, partial(_draw, key, index, attempt))
         configs: list[TrialConfig] = []
         for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
             built = _build(family, values, limits)
@@ -358,10 +338,12 @@ def _tries(space: Space, key: bytes, index: int, point: list[float], searched: b
     for attempt in range(1, _SAME_CHOICES):
         yield draw_again(attempt, keeps)
     if searched and keeps:
-        yield from _search(space, _Draw(key, index, 0), {d.name for d in space.varied if isinstance(d, Choice)}, point)
+        yield from _search(
+            space, partial(_draw, key, index, 0), {d.name for d in space.varied if isinstance(d, Choice)}, point
+        )
     for attempt in itertools.count(_SAME_CHOICES):
         if searched and attempt % _DRAWN == 0:
-            yield from _search(space, _Draw(key, index, attempt), set(), point)
+            yield from _search(space, partial(_draw, key, index, attempt), set(), point)
         yield draw_again(attempt, False)
 
 
@@ -386,8 +368,7 @@ def _search(
 def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> TrialConfig | dict[str, str | int]:
     """Return the config, or every rule that it breaks: the rule without the value -> the text with it, or the limit ->
     what the config needs."""
-    missing = missing_fields(family, values)
-    if missing:  # no other point of this space has a value either
+    if missing := missing_fields(family.Config, values):  # no other point of this space has a value either
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
     try:
         config: TrialConfig = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
@@ -395,17 +376,6 @@ def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> TrialC
         texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
         return {re.sub(r",? got .*$", "", text, flags=re.DOTALL): text for text in texts}
     return _over_limits(config, limits) or config
-
-
-def missing_fields(family: ModuleType, values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of the family's config that have neither a value nor a default."""
-    return [
-        field.name
-        for field in dataclasses.fields(family.Config)
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
 
 
 def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str | int]:
@@ -436,15 +406,7 @@ def _no_valid_configuration(family: str, index: int, rejected: list[dict[str, st
     return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """`draw(name)` for `repair`: uniform in [0, 1), the same for the same point and name."""
-
-    key: bytes
-    index: int
-    attempt: int
-
-    def __call__(self, name: str) -> float:
-        text = f"{self.index} {self.attempt} {name}".encode()
-        digest = hashlib.blake2b(text, key=self.key, digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2**53
+def _draw(key: bytes, index: int, attempt: int, name: str) -> float:
+    """Return a uniform number in [0, 1), the same for the same point and name."""
+    digest = hashlib.blake2b(f"{index} {attempt} {name}".encode(), key=key, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -1,8 +1,8 @@
 """The search space of one family, as `conf/arch/NAME.yaml` defines it, checked in full and made canonical.
 
-Start reading at `parse_space`; `featurize.configs.dimensions` has the types. `require_within_limits` finds values that
-the family never uses: beyond its limits, or changed by its `repair`. Each value is tried on configs of the family's own
-space, so that families state their limits once, in `Config.problems`.
+Start reading at `space_of_mapping`; `featurize.configs.dimensions` has `parse_space` and the types.
+`require_within_limits` finds values that the family never uses: beyond its limits, or changed by its `repair`. Each
+value is tried on configs of the family's own space, so that families state their limits once, in `Config.problems`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,10 @@ from typing import Any, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from featurize import families
-from featurize.configs.dimensions import (
-    Constant,
-    Dimension,
-    Range,
-    Scalar,
-    Space,
-    own_space,
-    read_space,
-)
-from featurize.configs.draws import missing_fields, sample_range
-from featurize.configs.trial import TrialConfig
-
-
-def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
-    """Return the space of a YAML mapping name -> spec, see `featurize.configs.dimensions.read_space`.
-
-    Raises `UsageError` that reports all problems together, such as an unknown family or key. `require_within_limits`
-    checks the values.
-    """
-    return read_space(family, mapping.items())
+from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
+from featurize.configs.dimensions import parse_space as parse_space
+from featurize.configs.draws import POLICIES, key_of, sample_range
+from featurize.configs.trial import TrialConfig, missing_fields
 
 
 def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
@@ -45,10 +29,9 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
     if set(mapping) != {"family", "space"}:
         keys = ", ".join(sorted(map(str, mapping))) or "nothing"
         raise UsageError(f"a search space has the keys family and space, got {keys}")
-    space = mapping["space"]
-    if not isinstance(space, Mapping | list):
-        raise UsageError(f"space must be a mapping name -> values, got {space!r}")
-    return read_space(mapping["family"], space.items() if isinstance(space, Mapping) else space)
+    if not isinstance(mapping["space"], Mapping | list):
+        raise UsageError(f"space must be a mapping name -> values, got {mapping['space']!r}")
+    return parse_space(mapping["family"], mapping["space"])
 
 
 _TRIED_ON = 16  # configs that a value is tried on
@@ -70,13 +53,22 @@ def require_within_limits(space: Space) -> None:
 
 
 def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:
+    """Return why no config of the family has this value unchanged; None if one has.
+
+    `repair` would turn -3 into the least depth. It may adjust the end of a range (to a multiple of 32, say), but not
+    raise a low end. Values other than numbers are not checked where it changes them or fills them in.
+    """
     if not _is_field(family, name):
         return _problem_of_sampled_only(family, name, value)
-    if _is_number(value):
-        return _problem_of_number(family, name, value, end)
-    # Values that `repair` changes or fills in are not checked.
-    unchanged = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
-    return _common_problem(name, unchanged)
+    repaired = [(config, _repair(config, name, value)) for config in _valid_configs(family)]
+    if not _is_number(value):
+        return _common_problem(name, [(config, result) for config, result in repaired if result == value])
+    refused = _common_problem(name, [(config, value) for config, _ in repaired])
+    if refused is None or end is None:
+        return refused
+    if end == "low":
+        repaired = [(config, result) for config, result in repaired if not _is_number(result) or result <= value]
+    return refused if not repaired or _common_problem(name, repaired) else None
 
 
 def _is_field(family: str, name: str) -> bool:
@@ -93,22 +85,6 @@ def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
 
 
 # ---- fields of the config
-
-
-def _problem_of_number(family: str, name: str, value: int | float, end: str | None) -> str | None:
-    """Return why no config of the family has this number unchanged; None if one has.
-
-    `repair` would turn -3 into the least depth. It may adjust the end of a range (to a multiple of 32, say), but not
-    raise a low end.
-    """
-    configs = _valid_configs(family)
-    refused = _common_problem(name, ((config, value) for config in configs))
-    if refused is None or end is None:
-        return refused
-    mended = [(config, _repair(config, name, value)) for config in configs]
-    if end == "low":
-        mended = [(config, result) for config, result in mended if not _is_number(result) or result <= value]
-    return refused if not mended or _common_problem(name, mended) else None
 
 
 def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
@@ -128,18 +104,13 @@ def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str 
     return "; ".join(sorted(common or ())) or None
 
 
-def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
+def _problems(config: TrialConfig, name: str, value: Any) -> list[str]:
     """Return the problems of a valid config after its field `name` is set to `value`."""
     try:
-        _with_field(config, name, value)
+        dataclasses.replace(config, **{name: value})
     except CommandError as error:
         return str(error).removeprefix(f"{config.family}: ").split("; ")
     return []
-
-
-def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
-    """Return the config with this value. Raises `UsageError` if its family refuses it."""
-    return dataclasses.replace(config, **{name: value})
 
 
 # ---- keys that only `repair` consumes: `linear_layers`, `tables`, `use_dropout`
@@ -177,7 +148,7 @@ def _is_switch(dimension: Dimension) -> bool:
 def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
     """Return the config, or the reasons why it is invalid."""
     values = module.repair(values, _middle)
-    if missing := sorted(missing_fields(module, values)):
+    if missing := sorted(missing_fields(module.Config, values)):
         return f"it leaves {', '.join(missing)} without a value"
     try:
         config: TrialConfig = module.Config(**values)
@@ -209,11 +180,11 @@ def _changed_constants(space: Space) -> Iterator[str]:
             yield f"arch.space.{name}: {value!r} would become {' or '.join(became[:3])}: {reasons[0]}"
 
 
-def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | None:
+def _reason_of_change(config: TrialConfig, name: str, value: Any) -> str | None:
     """Return why `repair` changed the value to the config's; None if the network is the same with either."""
     if problems := _problems(config, name, value):
         return "; ".join(problems)
-    if families.layers_of(config) == families.layers_of(_with_field(config, name, value)):
+    if families.layers_of(config) == families.layers_of(dataclasses.replace(config, **{name: value})):
         return None
     return "sizes have to fit each other"
 
@@ -225,11 +196,7 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
 def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
     """Return raw values of the family's own space, spread over every dimension."""
     space = own_space(family)
-    golden = 0.6180339887498949
-    return tuple(
-        space.values([((point + 0.5) * golden + place / (place + 2)) % 1.0 for place in range(len(space.varied))])
-        for point in range(_TRIED_ON)
-    )
+    return tuple(map(space.values, POLICIES["stratified"](space, key_of(space, 0), range(_TRIED_ON))))
 
 
 @cache

@@ -113,21 +113,24 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")
     cls = get_family(values.pop("family")).Config
-    known, required = _fields_of(cls)
-    if unknown := sorted(map(str, values.keys() - known)):
+    known = _fields_of(cls)
+    if unknown := sorted(map(str, values.keys() - known.keys())):
         raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    if missing := [name for name in required if name not in values]:
+    if missing := missing_fields(cls, values):
         raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
     config: TrialConfig = cls(**values)
     return config
 
 
 @functools.cache  # needed for every leased task
-def _fields_of(cls: type[TrialConfig]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the names of a config's fields, and of those without a default, in their order."""
-    fields = dataclasses.fields(cls)
-    required = tuple(field.name for field in fields if field.default is dataclasses.MISSING)
-    return frozenset(field.name for field in fields), required
+def _fields_of(cls: type[TrialConfig]) -> dict[str, bool]:
+    """Return the names of a config's fields, in their order, and whether each must have a value."""
+    return {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
+
+
+def missing_fields(cls: type[TrialConfig], values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a config that have neither a value nor a default."""
+    return [name for name, required in _fields_of(cls).items() if required and name not in values]
 
 
 MOST_CHARACTERS = 200_000
