@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 from conf.errors import UsageError
@@ -86,19 +85,14 @@ def code_entries(config: TrialConfig) -> dict[str, str]:
 
 def refusal(config: TrialConfig) -> str | None:
     """Return why nothing may be imported for this config, or None. Imports nothing itself."""
-    family = _family_of_code(config.family) if code_fields(config.family) else None
-    return None if family is None else family.refusal(config)
+    reason: str | None = get_family(config.family).refusal(config) if code_fields(config.family) else None
+    return reason
 
 
+@lru_cache(maxsize=256)  # needed for every row
 def code_fields(family: str) -> tuple[str, ...]:
     """Return the fields of a family's config that name code; empty for an unknown family."""
-    return getattr(_family_of_code(family), "CODE_FIELDS", ())
-
-
-@lru_cache(maxsize=256)
-def _family_of_code(family: str) -> ModuleType | None:
-    """Return the family's module if its config names code; cached, as it is needed for every row."""
-    return get_family(family) if family in family_names() else None
+    return getattr(get_family(family), "CODE_FIELDS", ()) if family in family_names() else ()
 
 
 def config_hash(config: TrialConfig) -> str:

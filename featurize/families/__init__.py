@@ -2,7 +2,7 @@
 
 A family module is imported without torch and holds
 
-    Config          frozen dataclass, subclass of `featurize.job.training_settings.TrialConfig`; `family`: the file
+    Config          frozen dataclass, subclass of `featurize.job.training_settings.TrialConfig`
     blocks(config)  -> list[featurize.job.layers.NetworkBlock]: the network in the order of the forward pass
     block_layers(config, block)
                     -> list[featurize.job.layers.Layer]: a block's forward pass per sample; the numbers of `config` and

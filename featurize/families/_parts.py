@@ -8,13 +8,16 @@ products and convolutions only, as `torch.utils.flop_counter` does; elementwise 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from featurize.job.layers import Layer
-from featurize.job.training_settings import TrialConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for families' annotations
     import torch
+
+    Module: TypeAlias = torch.nn.Module
+    Device: TypeAlias = str | torch.device
+    Batch: TypeAlias = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
@@ -38,7 +41,7 @@ def dropout(rate: float, elements: int) -> Layer:
     return Layer("dropout", elements, present=rate > 0)
 
 
-def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def classified_images(config: Any, device: Device) -> Batch:
     """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
     import torch
 
@@ -46,9 +49,7 @@ def classified_images(config: Any, device: str | torch.device) -> tuple[tuple[to
     return (torch.randn(size, device=device),), torch.randint(config.classes, size[:1], device=device)
 
 
-def token_batch(
-    config: Any, device: str | torch.device, *, per_token: bool
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def token_batch(config: Any, device: Device, *, per_token: bool) -> Batch:
     """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape, or class indices
     [N]."""
     import torch
@@ -60,14 +61,11 @@ def token_batch(
     return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
-def rates(config: TrialConfig, *names: str) -> list[str]:
-    """Return `dropout must be a number in [0, 1), got 1.5` for each field that is not a rate."""
-    problems = []
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            problems.append(f"{name} must be a number in [0, 1), got {value!r}")
-    return problems
+def rate_problems(dropout: Any) -> list[str]:
+    """Return `dropout must be a number in [0, 1), got 1.5` for a value that is not a rate."""
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        return [f"dropout must be a number in [0, 1), got {dropout!r}"]
+    return []
 
 
 def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
@@ -111,12 +109,13 @@ def attention_part(width: int, length: int, rate: float) -> list[Layer]:
     ]
 
 
-def dense_part(
+def prenorm_block(
     width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
 ) -> list[Layer]:
-    """Return the norm, two linear layers, dropout and sum."""
+    """Return a `featurize.nets.prenorm.PreNormBlock`: attention, then the norm, two linear layers, dropout and sum."""
     outer = length * width
     return [
+        *attention_part(width, length, rate),
         layer_norm(width, length),
         linear(width, inner, length),
         activation(activation_name, length * inner),
@@ -125,11 +124,6 @@ def dense_part(
         dropout(rate, outer),
         Layer("add", outer),
     ]
-
-
-def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any) -> list[Layer]:
-    """Return a `featurize.nets.prenorm.PreNormBlock` with a dense feed-forward part."""
-    return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
 
 
 def embed_tokens(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
@@ -34,8 +31,6 @@ class Config(TrialConfig):
     pooling: 2x2 max pool after every `pool_interval`-th block except the first, down to 7x7; plain topologies only,
     since residual networks shrink by strides and dense ones by transitions every `pool_interval`-th dense block.
     softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
-
-    family: ClassVar[str] = "cnn"
 
     image_size: int
     channels: int
@@ -59,7 +54,7 @@ class Config(TrialConfig):
             *at_least(self, image_size=1, channels=1, classes=1, base_filters=1, depth=1),
             *at_least(self, kernel_size=1, dilation=1, growth_rate=1, pool_interval=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
             *switches(self, "batch_norm", "pooling", "softmax"),
         ]
         if problems:
@@ -201,23 +196,25 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 
     from featurize.nets import modules
 
+    style = modules.ConvStyle(config.kernel_size, config.dilation, config.batch_norm, config.activation, config.dropout)
+
     def module(block: NetworkBlock) -> nn.Module:
         if block.kind == "plain":
-            return modules.conv_block(block.inputs, block.outputs, config)
+            return modules.conv_block(block.inputs, block.outputs, style)
         if block.kind == "pool":
             return nn.MaxPool2d(2)
         if block.kind == "residual":
-            return modules.ResidualBlock(block.inputs, block.outputs, 1 + (block.map_out != block.map_in), config)
+            return modules.ResidualBlock(block.inputs, block.outputs, 1 + (block.map_out != block.map_in), style)
         if block.kind == "dense":
-            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, config)
+            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, style)
         assert block.kind == "transition"
-        return modules.transition(block.inputs, block.outputs, config, shrink=block.map_out != block.map_in)
+        return modules.transition(block.inputs, block.outputs, style, shrink=block.map_out != block.map_in)
 
     *body, head = blocks(config)
     return nn.Sequential(

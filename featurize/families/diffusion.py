@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least
-
-if TYPE_CHECKING:
-    import torch
 
 GROUPS = 32  # groups of every group norm: all widths are multiples
 TIMESTEPS = 1000  # steps at which the noise is drawn
@@ -31,8 +28,6 @@ class Config(TrialConfig):
     attention_size, attention_size_min: every block on a map of that many pixels a side, or between the two, is followed
     by self-attention; 0: only between encoder and decoder, where it always is. heads: must divide `base_channels`.
     dropout: rate, 0 for none."""
-
-    family: ClassVar[str] = "diffusion"
 
     image_size: int
     channels: int
@@ -50,7 +45,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, image_size=1, channels=1, base_channels=1, levels=1, blocks=1, widest=1),
             *at_least(self, attention_size=0, attention_size_min=1, heads=1),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
         ]
         if problems:
             return problems
@@ -166,7 +161,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: noisy images [N, channels, image_size, image_size], timesteps [N] -> noise of the same
     shape."""
     from torch import nn
@@ -199,7 +194,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return noisy images [N, channels, image_size, image_size] float32 and timesteps [N]; noise of the images'
     shape."""
     import torch

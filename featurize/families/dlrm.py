@@ -8,14 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, switches
-
-if TYPE_CHECKING:
-    import torch
 
 # Keys of the search space that `repair` consumes to make `rows`.
 SAMPLED_ONLY = ("tables", "smallest_table", "largest_table")
@@ -29,8 +26,6 @@ class Config(TrialConfig):
     least as wide as the embedding, which is the output of one more layer. top_width, top_depth: hidden layers after the
     interaction, each half as wide as the one before; the output of one more is the logit. sparse_gradients: gradients
     of the tables hold only the rows that were looked up; needs optimizer sgd."""
-
-    family: ClassVar[str] = "dlrm"
 
     dense_features: int
     rows: tuple[int, ...]
@@ -98,7 +93,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     return [parts.linear(inputs, outputs), relu]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
     from featurize.nets.modules import Recommender
 
@@ -113,7 +108,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return dense features [N, dense_features] float32 and indices [tables, N, bag_size] int64; 0 or 1 [N] float32."""
     import torch
 

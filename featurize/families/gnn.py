@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
-
-if TYPE_CHECKING:
-    import torch
 
 OPERATORS = ("gcn", "sage", "gat")
 SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
@@ -27,8 +24,6 @@ class Config(TrialConfig):
     joined into one without edges between them. depth: convolutions, `hidden` features wide.
     operator: `gcn`, weighted by degrees; `sage`, the neighbours' mean; `gat`, attention with `heads` heads, which must
     divide `hidden`; the others ignore `heads`. dropout: rate after every convolution, 0 for none."""
-
-    family: ClassVar[str] = "gnn"
 
     nodes: int
     degree: int
@@ -46,7 +41,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, nodes=1, degree=1, features=1, classes=1, hidden=1, depth=1, heads=1),
             *one_of(self, operator=OPERATORS, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
         ]
         if not problems and self.operator == "gat" and self.hidden % self.heads:
             problems.append(f"heads must divide hidden, got {self.heads} heads for {self.hidden} features")
@@ -102,7 +97,7 @@ def _convolution(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
     from torch import nn
 
@@ -130,7 +125,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return nodes [V, features] float32 and edges [2, E] int64, V = N * nodes and E = V * degree, with no edge between
     graphs; class indices [V]."""
     import torch

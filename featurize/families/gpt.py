@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 PROJECTIONS = ("conv1d", "linear")
 ACTIVATIONS = ("gelu", "gelu_new")
@@ -29,8 +25,6 @@ class Config(TrialConfig):
     activation: `gelu`, or `gelu_new`, its tanh formula operator by operator, which keeps more tensors.
     tied_embeddings: the output layer shares the token embedding's weights. dropout: rate of every dropout, the
     attention's included; 0 for none."""
-
-    family: ClassVar[str] = "gpt"
 
     vocabulary_size: int
     sequence_length: int
@@ -49,7 +43,7 @@ class Config(TrialConfig):
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1),
             *one_of(self, projection=PROJECTIONS, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
             *switches(self, "tied_embeddings"),
         ]
         return problems or parts.heads_problems(self.heads, self.embedding_size)
@@ -70,7 +64,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     return parts.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> logits [N, sequence_length, vocabulary_size]."""
     from torch import nn
 

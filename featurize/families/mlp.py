@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
 SAMPLED_ONLY = ("linear_layers", "use_dropout")  # dimensions of the search space that only `repair` consumes
@@ -25,8 +22,6 @@ class Config(TrialConfig):
     """depth: hidden layers by the topology's rule (a bottleneck adds one more): `depth + 1` linear layers, or
     `depth + 2`. classes: outputs; 1 trains on a loss of 0, at the same cost. dropout: rate, 0 for no such layers.
     softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
-
-    family: ClassVar[str] = "mlp"
 
     input_size: int
     classes: int
@@ -42,7 +37,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, input_size=1, classes=1, depth=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
             *switches(self, "batch_norm", "softmax"),
         ]
         if self.batch_norm is True and self.batch_size == 1:
@@ -84,7 +79,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, input_size] floats -> [N, classes]."""
     from torch import nn
 
@@ -106,7 +101,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return inputs [N, input_size] float32 and class indices [N]."""
     import torch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
-MAX_CHOICES = 2
 BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
 SAMPLED_ONLY = parts.SAMPLED_ONLY
 
@@ -33,8 +32,6 @@ class Config(TrialConfig):
     moe_every: every n-th block is routed, the others are dense. feed_forward: absolute inner size of each expert and of
     the dense parts. heads: must divide `embedding_size`. dropout: rate of every dropout, the attention's included; 0
     for none."""
-
-    family: ClassVar[str] = "moe"
 
     vocabulary_size: int
     sequence_length: int
@@ -56,8 +53,8 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1, experts=1, moe_every=1, classes=1),
-            *one_of(self, top_k=tuple(range(1, MAX_CHOICES + 1)), topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *one_of(self, top_k=(1, 2), topology=TOPOLOGIES, activation=ACTIVATIONS),
+            *parts.rate_problems(self.dropout),
         ]
         factor = self.capacity_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
@@ -123,7 +120,7 @@ def _routed_part(config: Config, rows: int) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> (logits, balance). Logits are [N, sequence_length,
     vocabulary_size] for a decoder, [N, classes] for an encoder; balance is the routers' auxiliary loss, a scalar."""
     from torch import nn
@@ -167,7 +164,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class
     indices [N] for an encoder."""
     return parts.token_batch(config, device, per_token=config.topology == "decoder")

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
@@ -28,8 +25,6 @@ class Config(TrialConfig):
     task: `classify_last`, from the last state of each direction; `classify_mean`, from the mean over the tokens;
     `language_model`, a logit for each token of the vocabulary at every place, which ignores `classes` and needs one
     direction. dropout: rate after the embedding, between the recurrent layers and before the last one; 0 for none."""
-
-    family: ClassVar[str] = "rnn"
 
     vocabulary_size: int
     sequence_length: int
@@ -47,7 +42,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
             *one_of(self, cell=tuple(GATES), task=TASKS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
             *switches(self, "bidirectional"),
         ]
         if not problems and self.bidirectional and self.task == "language_model":
@@ -89,7 +84,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     return [pool, parts.dropout(config.dropout, inputs), parts.linear(inputs, config.classes)]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> [N, classes], or [N, sequence_length,
     vocabulary_size]."""
     from featurize.nets.modules import RecurrentModel
@@ -109,7 +104,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
     return parts.token_batch(config, device, per_token=config.task == "language_model")
 

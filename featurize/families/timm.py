@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.job.layers import Layer
@@ -28,8 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 class Config(TrialConfig):
     """model: a name of `timm.list_models()`; it is checked when the model is built.
     image_size: side of square images; None: the model's own size. Many models with attention support no other."""
-
-    family: ClassVar[str] = "timm"
 
     model: str
     image_size: int | None = None
@@ -72,11 +70,14 @@ def layers(config: Config) -> list[Layer]:
 
 @lru_cache(maxsize=4096)
 def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
-    from featurize.recording.skeleton import build_on_meta, plan_of_module
+    import torch
+
+    from featurize.recording.skeleton import SAMPLES, build_on_meta, plan_of_module
 
     shape = _input_shape(model, image_size)
+    images = torch.empty(SAMPLES, *shape, device="meta")
     try:
-        return tuple(plan_of_module(build_on_meta(lambda: _create(model, image_size)), shape))
+        return tuple(plan_of_module(build_on_meta(lambda: _create(model, image_size)), (images,))[0])
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"timm's model {model!r} does not run on images of {shape[1]}x{shape[2]}: {error}") from error
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
 SAMPLED_ONLY = parts.SAMPLED_ONLY
@@ -29,8 +26,6 @@ class Config(TrialConfig):
     read by a causal decoder of the others. heads: must divide `embedding_size`. feed_forward: absolute inner size of
     the feed-forward part. dropout: rate of every dropout, the attention's included; 0 for none. softmax: ends in a
     softmax before the loss; off, as published, the outputs are logits."""
-
-    family: ClassVar[str] = "transformer"
 
     vocabulary_size: int
     sequence_length: int
@@ -50,7 +45,7 @@ class Config(TrialConfig):
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1, classes=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
             *switches(self, "softmax"),
         ]
         if problems:
@@ -108,7 +103,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> [N, classes]."""
     from featurize.nets import modules
 

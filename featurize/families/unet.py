@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
-
-if TYPE_CHECKING:
-    import torch
 
 ENLARGEMENTS = ("transposed", "upsample")
 MAX_CHANNELS = 1024  # channels of any level
@@ -28,8 +25,6 @@ class Config(TrialConfig):
     enlargement: how the decoder doubles the map: `transposed`, a 2x2 convolution with stride 2, or `upsample`, bilinear
     and a 3x3 convolution. batch_norm: after every 3x3 convolution of the blocks, which then have no bias.
     Each block has two convolutions; each size has one block on either side."""
-
-    family: ClassVar[str] = "unet"
 
     image_size: int
     channels: int
@@ -99,7 +94,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     return [first, *norm_and_activation, second, *norm_and_activation]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, channels, image_size, image_size] floats -> logits [N, classes, image_size,
     image_size]."""
     from featurize.nets.modules import UNet
@@ -115,7 +110,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def batch(config: Config, device: parts.Device) -> parts.Batch:
     """Return images [N, channels, image_size, image_size] float32 and class indices [N, image_size, image_size]."""
     import torch
 

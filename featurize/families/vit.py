@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import TrialConfig, at_least
-
-if TYPE_CHECKING:
-    import torch
 
 SAMPLED_ONLY = parts.SAMPLED_ONLY
 
@@ -25,8 +22,6 @@ class Config(TrialConfig):
     """patch_size: side of a patch, must divide `image_size`. heads: must divide `embedding_size`. feed_forward:
     absolute inner size of the feed-forward part. dropout: rate of every dropout, the attention's included; 0 for
     none."""
-
-    family: ClassVar[str] = "vit"
 
     image_size: int
     patch_size: int
@@ -43,7 +38,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, image_size=1, patch_size=1, channels=1, classes=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1),
-            *parts.rates(self, "dropout"),
+            *parts.rate_problems(self.dropout),
         ]
         if problems:
             return problems
@@ -75,7 +70,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     ]
 
 
-def build(config: Config) -> torch.nn.Module:
+def build(config: Config) -> parts.Module:
     """Return the network: [N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 

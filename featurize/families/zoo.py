@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
@@ -165,8 +165,6 @@ class Config(TrialConfig):
     target     the target of one sample's loss, as `int64[128]<21` classes; None: one that suits cross entropy of the
                output. A model that cannot be run without memory needs it
     """
-
-    family: ClassVar[str] = "zoo"
 
     model: str
     inputs: str
@@ -401,42 +399,22 @@ def _reading(config: Config) -> _Reading:
 
 @lru_cache(maxsize=4096)
 def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
-    from torch import nn
-
     from featurize.operators.cuda_policy import fused_kernels
     from featurize.recording.recorder import Recorder
     from featurize.recording.skeleton import SAMPLES, build_on_meta, plan_of_module
 
     tensors = parse_tensors(inputs)
-
-    class Fed(nn.Module):
-        """Takes one number a sample, and passes the model inputs of its own kind."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build_on_meta(lambda: _hook(create(model, arguments), tensors))
-            self.targets = ""
-            self.given: list[torch.Tensor] | None = None
-
-        def forward(self, samples: torch.Tensor) -> Any:
-            given = self.given or [tensor.make(len(samples), "meta") for tensor in tensors]
-            output = self.model(*given)
-            self.targets = target or _targets_of(output)
-            return output
-
-        def plan(self) -> list[Layer]:
-            try:
-                return plan_of_module(self, ())
-            except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
-                recorder = Recorder(self.model)
-                self.given = [tensor.make(SAMPLES, "meta") for tensor in tensors]
-                recorder.values.learn(self.given, default=1)
-                with fused_kernels(), recorder.modules(), recorder.watched():
-                    return plan_of_module(self, ())
-
     try:
-        fed = Fed()
-        return _Reading(tuple(fed.plan()), fed.targets)
+        module = build_on_meta(lambda: _hook(create(model, arguments), tensors))
+        given = [tensor.make(SAMPLES, "meta") for tensor in tensors]
+        try:
+            plan, output = plan_of_module(module, given)
+        except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
+            recorder = Recorder(module)
+            recorder.values.learn(given, default=1)
+            with fused_kernels(), recorder.modules(), recorder.watched():
+                plan, output = plan_of_module(module, given)
+        return _Reading(tuple(plan), target or _targets_of(output))
     except CommandError:
         raise
     except Exception as error:  # a model may raise anything, and memory cannot run out here

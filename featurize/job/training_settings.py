@@ -82,8 +82,8 @@ ACTIVATIONS = (
 class TrialConfig:
     """Base of every family's config. Raises `ValueError` that names the field, the rule and the value.
 
-    A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, in the
-    canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
+    A subclass adds its fields, and extends `problems`; its `family` is its module's name unless it has one. `parallel`
+    is text such as `ddp=2`, in the canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]
@@ -95,6 +95,10 @@ class TrialConfig:
     cudnn_benchmark: bool = False
     channels_last: bool = False
     parallel: str | None = None
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "family"):
+            cls.family = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         with contextlib.suppress(UsageError):  # `problems` reports it

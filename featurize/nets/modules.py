@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,19 +62,14 @@ class Stack(nn.Module):
         return x
 
 
-class ConvStyle(Protocol):
-    """Properties that the convolution blocks of one network share; its config has them."""
+class ConvStyle(NamedTuple):
+    """Properties that the convolution blocks of one network share. `activation`: its name."""
 
-    @property
-    def kernel_size(self) -> int: ...
-    @property
-    def dilation(self) -> int: ...
-    @property
-    def batch_norm(self) -> bool: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def dropout(self) -> float: ...
+    kernel_size: int
+    dilation: int
+    batch_norm: bool
+    activation: str
+    dropout: float
 
 
 def conv_block(inputs: int, outputs: int, style: ConvStyle, stride: int = 1) -> nn.Sequential:

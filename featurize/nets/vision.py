@@ -170,12 +170,9 @@ def _forget(package: str) -> None:
         del sys.modules[name]
 
 
-_MOST = 5
-
-
 def near_names(name: str, known: Iterable[str]) -> str:
     """Return `; near names: a, b` of the known names that resemble `name`; empty if none does."""
-    near = difflib.get_close_matches(name, list(known), n=_MOST, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=5, cutoff=0.6)
     return f"; near names: {', '.join(near)}" if near else ""
 
 

@@ -14,7 +14,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, overload
 
@@ -453,8 +453,9 @@ _ADDED_PRODUCTS = {torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm}
 _JOINS = {torch.cat, torch.concat}
 
 
-def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
-    """Return the layers that run for one sample of `shape`, in the order of the forward pass, for a model on meta.
+def plan_of_module(model: nn.Module, inputs: Iterable[Tensor]) -> tuple[list[Layer], Any]:
+    """Return the layers that run for one sample, in the order of the forward pass, and the output, for a model on meta
+    and inputs of `SAMPLES` samples.
 
     There is a layer for each module without children, for each operation outside of these (attention, matrix products,
     sums of equal shapes, joins), and one called `position` for the parameters of neither. Parameters are counted once;
@@ -465,11 +466,11 @@ def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
     hooks = [hook for module in model.modules() if _is_layer(module) for hook in reader.watch(module)]
     try:
         with torch.no_grad(), casting(None), reader:
-            model.train()(torch.empty(SAMPLES, *shape, device="meta"))
+            output = model.train()(*inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return reader.plan(model)
+    return reader.plan(model), output
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -438,7 +438,7 @@ def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tupl
 
 
 def _class_place(kind: str, group: int, tensor: bool) -> int:
-    return _PLACES[_class_of(kind, GROUPS[group], tensor)]
+    return list(CLASSES).index(_class_of(kind, GROUPS[group], tensor))
 
 
 def _class_of(kind: str, group: str, tensor: bool) -> str:
@@ -458,6 +458,3 @@ def _class_of(kind: str, group: str, tensor: bool) -> str:
 
 def _ratio(value: float) -> float:
     return min(1.0, max(0.0, value))
-
-
-_PLACES = {name: class_index for class_index, name in enumerate(CLASSES)}

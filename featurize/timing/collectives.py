@@ -208,13 +208,9 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
     Raises:
         UsageError: As `fabric_of_axis`.
     """
-    fabrics = {"": fabric_of(spec, parallel)}
-    for name, (degree, stride) in parallel.groups.items():
-        fabrics[name] = fabric_of_axis(spec, parallel, degree, stride)
-    for axis in axes:
-        if axis not in fabrics:
-            fabrics[axis] = fabric_of_axis(spec, parallel, *map(int, axis.split("x")))
-    return fabrics
+    groups: dict[str, tuple[int, ...]] = {"": (parallel.ranks, 1), **parallel.groups}
+    groups |= {axis: tuple(map(int, axis.split("x"))) for axis in axes if axis not in groups}
+    return {name: fabric_of_axis(spec, parallel, *group) for name, group in groups.items()}
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> float:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -50,7 +51,6 @@ class Exchange(NamedTuple):
 
 
 Item: TypeAlias = Compute | Exchange
-_Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
@@ -70,7 +70,7 @@ def finished_ms(
         begin_ms: When each rank begins; empty: all at 0.
     """
     position, now = [0] * len(orders), [*begin_ms] or [0.0] * len(orders)
-    posted: dict[_Key, list[float]] = {}
+    posted: dict[tuple[str, int, int], list[float]] = {}  # phase, stage and micro-batch of a message -> moments
     moved = True
     while moved:
         moved = False
@@ -154,14 +154,17 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
 
 @contextmanager
 def _noting(items: list[Item]) -> Iterator[None]:
-    def batched(messages: Sequence[Message], desc: str | None = None) -> list[_Posted]:
+    def in_transit(messages: tuple[Message, ...]) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: items.append(Exchange(messages, waits=True)))
+
+    def batched(messages: Sequence[Message], desc: str | None = None) -> list[SimpleNamespace]:
         """Post as PyTorch does: messages of one direction one by one, others together."""
         both_directions = len(messages) > 1 and len({message.sends for message in messages}) == 2
         groups = [tuple(messages)] if both_directions else [(message,) for message in messages]
         items.extend(Exchange(group, waits=False) for group in groups)
-        return [_Posted(items, group) for group in groups]
+        return list(map(in_transit, groups))
 
-    def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[_Posted]]:
+    def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[SimpleNamespace]]:
         return {0: batched(messages)} if messages else {}
 
     ready = lambda *_args, **_kwargs: (True, True)  # noqa: E731
@@ -171,16 +174,6 @@ def _noting(items: list[Item]) -> Iterator[None]:
         replaced(schedules._PipelineSchedule, "_initialize_pp_stages", ready),
     ):
         yield
-
-
-class _Posted:
-    """Messages that are in transit."""
-
-    def __init__(self, items: list[Item], messages: tuple[Message, ...]) -> None:
-        self._items, self._messages = items, messages
-
-    def wait(self) -> None:
-        self._items.append(Exchange(self._messages, waits=True))
 
 
 class _BlankStage:

@@ -16,7 +16,7 @@ from plan_checks import (
 )
 
 from conf.errors import UsageError
-from featurize.configs.draws import sample_range
+from featurize.configs.draws import POLICIES, sample_range
 from featurize.configs.trial import config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp
 from featurize.job.layers import totals
@@ -31,12 +31,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 over_families = pytest.mark.parametrize("family", family_names())
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @over_families
-def test_every_point_of_the_default_space_is_a_valid_config(family):
+def test_every_point_of_the_default_space_is_a_valid_config_of_its_own(family, policy):
     rejections = Counter()
-    for config in sample_range(own_space(family), 7, 0, 20, rejections=rejections):
-        assert config_from_mapping(config.to_mapping()) == config
-    assert not rejections
+    configs = list(sample_range(own_space(family), 7, 0, 15, policy, rejections=rejections))
+    assert [config_from_mapping(config.to_mapping()) for config in configs] == configs
+    assert len(set(configs)) == 15 and {config.family for config in configs} == {family} and not rejections
 
 
 @over_families

@@ -319,7 +319,7 @@ def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once
     with torch.device("meta"):
         layers = {"token": nn.Parameter(torch.zeros(4)), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
         layers["b"].weight = layers["a"].weight
-        plan = plan_of_module(Computes(lambda net, x: net.b(net.a(x + net.token)), **layers), (4,))
+        plan, _ = plan_of_module(Computes(lambda net, x: net.b(net.a(x + net.token)), **layers), [torch.empty(2, 4)])
     assert [(x.kind, x.output_elements, x.parameters, x.flops) for x in plan] == [
         ("position", 4, 4, 0),
         ("linear", 4, 20, 32),

@@ -34,21 +34,13 @@ def sampled(family, n):
 
 @pytest.mark.spread(4)
 @pytest.mark.parametrize("family", family_names())
-def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(family):
-    tables = [scalar_features(config) for config in sampled(family, 10)]
-    assert len({tuple(table) for table in tables}) == 1
-    for value in (value for table in tables for value in table.values()):
-        assert isinstance(value, str) or (type(value) is float and math.isfinite(value))
-
-
-@pytest.mark.spread(4)
-@pytest.mark.parametrize("family", family_names())
-def test_features_of_many_configs_are_those_of_each_alone(family):
+def test_features_are_finite_numbers_or_text_of_the_same_columns_and_those_of_each_config_alone(family):
     configs = sampled(family, 10)
-    together = feature_columns(configs)
-    for place, config in enumerate(configs):
-        alone = scalar_features(config)
+    together, tables = feature_columns(configs), [scalar_features(config) for config in configs]
+    assert len({tuple(table) for table in tables}) == 1
+    for place, alone in enumerate(tables):
         assert {name: together[name][place] for name in alone} == alone
+        assert all(isinstance(v, str) or (type(v) is float and math.isfinite(v)) for v in alone.values())
 
 
 @pytest.mark.spread(3)
@@ -161,7 +153,10 @@ TIMES = ("job_step_time_ms", "job_priced_busy_log2_ms")
 
 
 def traced_features(config, spec=A100, training_loop=False):
-    trace = trace_config(config, device=spec, training_loop=training_loop)
+    return features_of(trace_config(config, device=spec, training_loop=training_loop), config, spec, training_loop)
+
+
+def features_of(trace, config, spec, training_loop=False):
     memory = replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark)
     return step_features(trace, memory, spec, config, batch_size=config.batch_size, training_loop=training_loop)
 
@@ -201,14 +196,20 @@ def test_what_a_job_takes_grows_with_the_batch(name):
 
 @pytest.mark.spread(6)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_are_finite_numbers_and_the_same_columns_for_every_job_and_device(family):
+def test_features_and_graphs_are_finite_and_features_have_the_same_columns_for_every_job_and_device(family):
     columns = list(by_batch("mlp")[0])
     config = small_config(family, 0)
-    for spec, training_loop in ((A100, False), (load_device("V100-SXM2-32GB"), True)):
-        found = traced_features(config, spec, training_loop)
+    trace, v100 = trace_config(config, device=A100), load_device("V100-SXM2-32GB")
+    for found in (features_of(trace, config, A100), traced_features(config, v100, training_loop=True)):
         assert list(found) == columns and all(math.isfinite(value) for value in found.values())
         shares = [value for name, value in found.items() if name.startswith(("net_share_", "job_share_"))]
         assert min(shares) >= -1e-9 and max(shares) <= 1 + 1e-9
+    graph = opgraph(trace, A100, config)
+    assert np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
+    source, reader = graph.edges
+    pairs = {(s, i) for i, op in enumerate(trace.operators) for s in op.sources if s >= 0}
+    assert pairs == set(zip(source.tolist(), reader.tolist(), strict=True)) and (source < reader).all()
+    assert VOCABULARY.index("other") not in graph.categories  # of the families' operators none is unknown
 
 
 def test_counts_and_sizes_are_those_of_the_network():
@@ -294,16 +295,3 @@ def test_nodes_and_edges_of_a_small_net():
 )
 def test_operators_have_a_class(name, kind):
     assert category(name) == kind
-
-
-@pytest.mark.spread(6)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_of_every_family_are_finite_and_acyclic(family):
-    config = small_config(family, 0)
-    trace = trace_config(config)
-    graph = opgraph(trace, A100, config)
-    assert np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
-    source, reader = graph.edges
-    pairs = {(s, i) for i, op in enumerate(trace.operators) for s in op.sources if s >= 0}
-    assert pairs == set(zip(source.tolist(), reader.tolist(), strict=True)) and (source < reader).all()
-    assert VOCABULARY.index("other") not in graph.categories  # of the families' operators none is unknown

@@ -82,21 +82,6 @@ def test_keys_that_only_the_family_s_repair_consumes_are_valid():
     assert parse_space("mlp", {"use_dropout": [True, False]}).dimensions[0].name == "use_dropout"
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "spec", "problem"),
-    [
-        ("mlp", "topology", ["nope"], "topology must be one of pyramid, uniform, bottleneck, gradual, got 'nope'"),
-        ("cnn", "optimizer", ["adam", "adamx"], f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'"),
-        ("cnn", "batch_norm", "maybe", "batch_norm must be true or false, got 'maybe'"),
-        ("cnn", "batch_norm", [True, 1], "batch_norm must be true or false, got 1"),
-        ("cnn", "base_filters", [64, 4096], "base_filters must be <= 2048, got 4096"),
-        ("transformer", "dropout", 1.5, "dropout must be a number in [0, 1), got 1.5"),
-    ],
-)
-def test_a_listed_value_that_the_family_never_takes_is_a_usage_error(family, name, spec, problem):
-    assert limits_said(family, {name: spec}) == f"search space of {family}: arch.space.{name}: {problem}"
-
-
 def limits_said(family, given):
     with pytest.raises(UsageError) as caught:
         require_within_limits(parse_space(family, given))
@@ -110,6 +95,12 @@ def own(family):
 @pytest.mark.parametrize(
     ("family", "name", "spec", "problem"),
     [
+        ("mlp", "topology", ["nope"], "topology must be one of pyramid, uniform, bottleneck, gradual, got 'nope'"),
+        ("cnn", "optimizer", ["adam", "adamx"], f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'"),
+        ("cnn", "batch_norm", "maybe", "batch_norm must be true or false, got 'maybe'"),
+        ("cnn", "batch_norm", [True, 1], "batch_norm must be true or false, got 1"),
+        ("cnn", "base_filters", [64, 4096], "base_filters must be <= 2048, got 4096"),
+        ("transformer", "dropout", 1.5, "dropout must be a number in [0, 1), got 1.5"),
         ("cnn", "depth", 0, "depth must be an integer >= 1, got 0"),
         ("cnn", "depth", -3, "depth must be an integer >= 1, got -3"),
         ("transformer", "depth", [4, -3], "depth must be an integer >= 1, got -3"),
@@ -128,7 +119,7 @@ def own(family):
         ("diffusion", "base_channels", {"low": 8, "high": 64}, "low: base_channels must be a multiple of 32, got 8"),
     ],
 )
-def test_a_number_beyond_the_family_s_limits_is_named_with_them(family, name, spec, problem):
+def test_a_value_beyond_the_family_s_limits_is_named_with_them(family, name, spec, problem):
     assert limits_said(family, {name: spec}) == f"search space of {family}: arch.space.{name}: {problem}"
 
 
@@ -137,20 +128,6 @@ def test_every_family_refuses_a_batch_size_below_1_in_every_form(family):
     for spec in (0, [8, 0], {"low": 0, "high": 8}):
         assert "batch_size must be an integer >= 1, got 0" in limits_said(family, {"batch_size": spec})
     require_within_limits(parse_space(family, own(family)))
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "spec"),
-    [
-        ("diffusion", "base_channels", {"low": 50, "high": 200}),  # rounded down, to 32 and 192
-        ("transformer", "embedding_size", {"low": 100, "high": 1000}),
-        ("unet", "image_size", {"low": 65, "high": 500}),
-        ("cnn", "depth", {"low": 1, "high": 40}),  # 1 is too few for some topologies
-        ("mlp", "linear_layers", {"low": 2, "high": 200}),  # past the family's own space, not past its limits
-    ],
-)
-def test_a_range_whose_values_are_rounded_into_the_limits_is_accepted(family, name, spec):
-    require_within_limits(parse_space(family, own(family) | {name: spec}))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +154,14 @@ def test_a_number_that_no_config_of_the_space_would_have_is_named(family, given,
         ("moe", {"topology": "decoder", "classes": 77}),  # without effect
         ("rnn", {"task": "language_model", "classes": 77}),  # without effect
         ("dlrm", {"sparse_gradients": [False, True]}),
+        ("diffusion", {"base_channels": {"low": 50, "high": 200}}),  # rounded down, to 32 and 192
+        ("transformer", {"embedding_size": {"low": 100, "high": 1000}}),
+        ("unet", {"image_size": {"low": 65, "high": 500}}),
+        ("cnn", {"depth": {"low": 1, "high": 40}}),  # 1 is too few for some topologies
+        ("mlp", {"linear_layers": {"low": 2, "high": 200}}),  # past the family's own space, not past its limits
     ],
 )
-def test_a_number_that_some_config_has_or_that_has_no_effect_is_accepted(family, given):
+def test_a_number_that_some_config_has_or_that_has_no_effect_or_is_rounded_is_accepted(family, given):
     require_within_limits(parse_space(family, own(family) | given))
 
 
@@ -223,13 +205,6 @@ def test_identity_tells_spaces_apart_and_not_spellings():
     wide = parse_space("mlp", {"depth": {"low": 1, "high": 900}})
     assert wide.identity == parse_space("mlp", {"depth": {"low": 1, "high": 900, "scale": "log"}}).identity
     assert wide.identity != parse_space("mlp", {"depth": {"low": 1, "high": 901}}).identity
-
-
-@pytest.mark.parametrize("path", ARCH, ids=lambda path: path.stem)
-def test_every_arch_file_is_a_valid_space_of_its_family(path):
-    space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(path)))
-    assert space.family == path.stem
-    assert space.varied
 
 
 def test_every_family_has_an_arch_file():
