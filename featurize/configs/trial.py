@@ -117,12 +117,12 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
 
 
 @functools.cache  # needed for every leased task
-def _fields_of(cls: type[TrialConfig]) -> dict[str, bool]:
+def _fields_of(cls: type) -> dict[str, bool]:
     """Return the names of a config's fields, in their order, and whether each must have a value."""
     return {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
 
 
-def missing_fields(cls: type[TrialConfig], values: Mapping[str, Any]) -> list[str]:
+def missing_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Return the fields of a config that have neither a value nor a default."""
     return [name for name, required in _fields_of(cls).items() if required and name not in values]
 
