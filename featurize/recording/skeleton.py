@@ -96,18 +96,18 @@ class BuiltOnMeta:
         return model
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module, device: str = "meta") -> nn.Module:
     """Return a copy with every parameter and buffer on the meta device, ties kept; the original is neither changed nor
-    read."""
+    read. `device`: another one, under a mode whose tensors take no memory."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _empty(tensor)
+                memo[id(tensor)] = _empty(tensor, device)
         # Most of what a module holds is empty collections of hooks, and `copy.deepcopy` is slow at each of them.
         memo |= {id(held): type(held)() for held in vars(module).values() if type(held) in _COLLECTIONS and not held}
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
-        memo.setdefault(id(result), _empty(result))
+        memo.setdefault(id(result), _empty(result, device))
     return copy.deepcopy(model, memo)
 
 
@@ -254,23 +254,23 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @overload
-def _empty(tensor: nn.Parameter) -> nn.Parameter: ...
+def _empty(tensor: nn.Parameter, device: str = "meta") -> nn.Parameter: ...
 
 
 @overload
-def _empty(tensor: Tensor) -> Tensor: ...
+def _empty(tensor: Tensor, device: str = "meta") -> Tensor: ...
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    """Return a meta tensor of the same shape, strides, kind, flags and attributes. The values of small buffers, which
+def _empty(tensor: Tensor, device: str = "meta") -> Tensor:
+    """Return an empty tensor of the same shape, strides, kind, flags and attributes. The values of small buffers, which
     models read, are remembered with it. Lazy ones stay lazy."""
     if is_lazy(tensor):
         made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
-        return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
+        return made(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype, **more)
     # A constructor's mode would be asked about each of these calls.
     with torch._C.DisableTorchFunction() if type(tensor) in PLAIN else contextlib.nullcontext():
-        empty = torch.empty_like(tensor, device="meta")
+        empty = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:

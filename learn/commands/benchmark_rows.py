@@ -45,7 +45,6 @@ from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
-    from learn.peers.base import Answer
     from warehouse.exchange.published import PublishedFile, PublishedRow
 
 
@@ -211,7 +210,10 @@ class BenchmarkSettings(Checked):
             if name not in (*ESTIMATORS, *formulas):
                 yield str(unknown_name("estimator", name, (*ESTIMATORS, *formulas)))
             elif name not in formulas:
-                yield from _refusal_of(partial(require_target, get_estimator(name), self.target))
+                try:
+                    require_target(get_estimator(name), self.target)
+                except UsageError as error:
+                    yield str(error)
         if self.estimators is not None and not self.estimators:
             yield f"estimators must name at least one of {', '.join(ESTIMATORS)}"
 
@@ -222,14 +224,6 @@ class BenchmarkSettings(Checked):
                 yield from output_problems(path, key=name)
         if self.out is not None and self.out == self.report:
             yield f"out= and report= are the same file, {self.out}"
-
-
-def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
-    """Yield the message of the `UsageError` that `check` raises, if any."""
-    try:
-        check()
-    except UsageError as error:
-        yield str(error)
 
 
 OURS_GB = 1  # width of our own memory classes
@@ -514,29 +508,34 @@ def ask_free(
     questions = [(ESTIMATORS[name], case, settings.target) for name, _, case in jobs]
     for number, answered in in_processes(answer, questions, workers=workers, **how):
         name, i, _ = jobs[number]
-        estimate = None if isinstance(answered, NoResult) else answered.mib
-        answers[name][i] = Given(estimate=estimate, reason=answered.reason, seconds=answered.seconds)
+        if isinstance(answered, NoResult):
+            answered = Given(estimate=None, reason=answered.reason, seconds=answered.seconds)
+        answers[name][i] = answered
         tally.step()
         if len(answers[name]) == len(index):
             yield name, Asked(answers=answers[name])
 
 
-def answer(asked: tuple[str, Case, str]) -> Answer:
+def answer(asked: tuple[str, Case, str]) -> Given:
     """Return the answer of an estimator, as `module:attribute`, to one case for a target; whatever goes wrong with this
     one job is its reason: an odd model must not end a benchmark."""
-    where, case, target = asked
+    from learn.peers.base import CannotEstimate, analyse, refused_by_any_error, require_device
 
-    def parts() -> Mapping[str, float]:
+    where, case, target = asked
+    began = time.monotonic_ns()
+    estimate: float | None = None
+    reason = None
+    try:
         estimator = pkgutil.resolve_name(where)()
         if target == "memory":
-            parts: Mapping[str, float] = estimator.parts_mib(case.job, case.described)
-            return parts
-        estimator.target = get_target(target)
-        return {target: estimator.figure(case)}
-
-    from learn.peers.base import timed
-
-    return timed(parts)
+            estimate = sum(analyse(estimator, case.job, require_device(case)).values())
+        else:
+            estimator.target = get_target(target)
+            with refused_by_any_error():
+                estimate = estimator.figure(case)
+    except CannotEstimate as refusal:
+        reason = str(refusal)
+    return Given(estimate=estimate, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
 
 
 def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:

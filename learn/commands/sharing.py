@@ -159,7 +159,7 @@ def _trees(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
         rows = [utilizations(group, place) for place in range(len(group))]
         return [1.0 / float(speed) for speed in forest.predict(np.array(rows))]
 
-    return PointSlowdowns("trees", of_group)
+    return PointSlowdowns(of_group)
 
 
 def _horus_sum(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
@@ -168,7 +168,6 @@ def _horus_sum(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
     speeds = _speeds(groups)
     slope, level = np.polyfit(sums, speeds, 1).tolist() if len(set(sums)) > 1 else (0.0, float(np.mean(speeds)))
     return PointSlowdowns(
-        "horus_sum",
         lambda group: [1.0 / min(1.0, max(0.05, level + slope * sum(utilizations(group, 0))))] * len(group),
     )
 

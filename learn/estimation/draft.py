@@ -48,7 +48,7 @@ from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.job.traced import CannotTrace, step_of, trace_of, wants_values
 from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, as_a_training_script, loop_named
-from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
+from learn.peers.base import TRACE_HAS_NO_BOUND, CannotEstimate, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 from warehouse.files.folder import DataFolder
@@ -187,13 +187,15 @@ class Draft:
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
         known = get_estimator(estimator)
         assert issubclass(known, Peer), estimator
-        by_method = analyse(known(), self.alone, self.device)
-        if by_method.mib is None:
-            stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
+        try:
+            breakdown = analyse(known(), self.alone, self.device)
+        except CannotEstimate as refusal:
+            stuck = wants_values(str(refusal)) and f"estimator={estimator}" not in WITHOUT_TRACE
             advice = f"; {WITHOUT_TRACE}" if stuck else ""
-            raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
-        self._set("memory", by_method.mib, estimator, loop_named(self.alone.training_loop))
-        self.memory = Memory(peak_memory_mib=by_method.mib, breakdown=dict(by_method.parts))
+            raise UsageError(f"estimator={estimator} has no answer: {refusal}{advice}") from refusal
+        peak_mib = sum(breakdown.values())
+        self._set("memory", peak_mib, estimator, loop_named(self.alone.training_loop))
+        self.memory = Memory(peak_memory_mib=peak_mib, breakdown=breakdown)
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def finish(self) -> Estimate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -50,8 +51,10 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
 _SLACK = 0.05  # share of a range's width by which a value may lie outside
-_BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
-_STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
+_WORDS: Mapping[str, Mapping[float, str]] = {  # training settings by their features, as a person reads their values
+    "net_math_bits": {32: "fp32", 19: "tf32", 16: "half precision"},
+    "net_states": {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"},
+}
 # Axes along which a case may be of a new kind: features of its settings, its device, its operators, its family.
 # `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
@@ -76,8 +79,8 @@ class Unfamiliar(NamedTuple):
     """
 
     reasons: tuple[str, ...]
-    axes: frozenset[str] = frozenset()
-    widening: tuple[str, ...] = ()
+    axes: frozenset[str]
+    widening: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,8 @@ class Familiarity:
             modules=sorted({str(module) for module in rows.module if "/" in str(module)}),
         )
 
-    def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
-        """Return how the case is unlike the fitted ones; None if it is not."""
+    def judge(self, case: Case, record: StepRecord) -> Unfamiliar:
+        """Return how the case is unlike the fitted ones, empty if it is not."""
         values, reasons = record.values, list[str]()
         axes, wider = set[str](), list[str]()
         for name, (words, write) in _RANGES.items():
@@ -135,10 +138,11 @@ class Familiarity:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
             axes.add(OPERATORS)
             wider.append(OPERATORS)
-        reasons += self._settings_unlike(values)
-        of_settings = [axis for axis in AXES_OF_SETTINGS if values[axis] not in self.settings[axis]]
-        axes.update(of_settings)
-        wider += of_settings
+        for axis in AXES_OF_SETTINGS:
+            if values[axis] not in self.settings[axis]:
+                reasons.append(_setting_unlike(axis, values[axis], self.settings[axis]))
+                axes.add(axis)
+                wider.append(axis)
         if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
             without = "out" if values["net_training_loop"] == 0 else ""
             reasons.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
@@ -152,7 +156,7 @@ class Familiarity:
             axes.add(FAMILY)  # no reason to warn: a module never belongs to a family
         if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
             reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(self.torch)}")
-        return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider)) if reasons or axes else None
+        return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider))
 
     def is_new_module(self, case: Case) -> bool:
         """Return whether the case's family was fitted, but its module was not."""
@@ -161,17 +165,14 @@ class Familiarity:
         fitted = any(module.startswith(f"{case.family}/") for module in self.modules)
         return fitted and module_of(case.config) not in self.modules
 
-    def _settings_unlike(self, values: Mapping[str, float]) -> list[str]:
-        """Return reasons for training settings, by the names of their features, that nothing was fitted on."""
-        reasons = []
-        for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
-            if values[name] not in self.settings[name]:
-                known = " and ".join(words.get(value, str(value)) for value in self.settings[name])
-                reasons.append(f"{words.get(values[name], str(values[name]))}: only {known} was fitted on")
-        for name in ("net_channels_last", "net_cudnn_benchmark"):
-            if values[name] not in self.settings[name]:
-                reasons.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
-        return reasons
+
+def _setting_unlike(axis: str, value: float, fitted: Sequence[float]) -> str:
+    """Return the reason for a training setting, by the name of its feature, that nothing was fitted on."""
+    words = _WORDS.get(axis)
+    if words is None:
+        return f"{axis.removeprefix('net_')}={bool(value)} was never fitted on".lower()
+    known = " and ".join(words.get(setting, str(setting)) for setting in fitted)
+    return f"{words.get(value, str(value))}: only {known} was fitted on"
 
 
 _COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]
@@ -193,22 +194,12 @@ def torch_release(case: Case) -> str:
     return f"{release[1]}.{release[2]}" if release else "0.0"
 
 
-class LeftOut(NamedTuple):
-    """One kind of rows that a fit has not seen. Arrays have one entry a row, in the target's space.
-
-    residual    label minus the trace's figure
-    correction  the fit's addition to the trace's figure
-    """
-
-    residual: np.ndarray
-    correction: np.ndarray
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Results of leaving out one kind after another, by axis: a setting's feature, `device`, `operators`, `family`.
 
-    shares    axis -> share of the correction, 0 to 1, with the smallest error on left-out kinds
+    shares    axis -> share of the correction, 0 to 1, with the smallest error on left-out kinds; none where no kind
+              could be left out
     widening  axis -> ratio of the error on left-out kinds to that on held-out rows of known kinds
     families  known family -> share of the correction with the smallest error on its held-out rows
     """
@@ -217,28 +208,6 @@ class Evidence:
     widening: Mapping[str, float] = field(default_factory=dict)
     families: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, left_out: Mapping[str, Sequence[LeftOut]], known_width: float, families: Mapping[str, float] | None = None
-    ) -> Self:
-        """Return the evidence from the kinds that were left out along each axis.
-
-        Args:
-            left_out: Axis -> its kinds.
-            known_width: The 95 % quantile of the absolute error on held-out rows of known kinds.
-            families: Known family -> its share, of `share_of_known`.
-        """
-        shares, widening = {}, {}
-        for axis, kinds in left_out.items():
-            if not kinds:
-                continue
-            loss = np.mean([[_loss(kind, share) for share in _SHARES] for kind in kinds], axis=0)
-            share = float(_SHARES[int(np.argmin(loss))])
-            widths = [float(np.quantile(np.abs(k.residual - share * k.correction), _WIDTH)) for k in kinds]
-            shares[axis] = share
-            widening[axis] = float(np.clip(np.median(widths) / max(known_width, _CERTAIN), 1.0, _WIDEST))
-        return cls(shares, widening, dict(families or {}))
-
     def share(self, axes: Collection[str]) -> float:
         """Return the share of the correction for a case that is new along these axes. Without evidence that the
         correction helps along an axis, as no fit could leave out a kind of it, the share is 0; for the family it is
@@ -246,19 +215,19 @@ class Evidence:
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
 
-def share_of_known(kind: LeftOut) -> float:
+def _errors_by_share(residual: np.ndarray, correction: np.ndarray) -> np.ndarray:
+    """Return the capped errors with each share of a fit's correction of the trace, (shares, rows), from the rows' label
+    minus the trace's figure and the correction, both in the target's space."""
+    return np.asarray(np.minimum(np.abs(residual - _SHARES[:, None] * correction), _WORST))
+
+
+def _share_of_known(residual: np.ndarray, correction: np.ndarray) -> float:
     """Return the share of the correction for a fitted family, from its held-out rows: the share with the least sum of
     median, mean and 90th percentile of the error, as multiples of the trace's own."""
-    errors = np.minimum(np.abs(kind.residual - _SHARES[:, None] * kind.correction), _WORST)
+    errors = _errors_by_share(residual, correction)
     figures = np.median(errors, axis=1), errors.mean(axis=1), np.quantile(errors, 0.9, axis=1)
     loss = np.sum([of_share / max(of_share[0], _NO_ERROR) for of_share in figures], axis=0)
     return float(_SHARES[int(np.argmin(loss))])
-
-
-def _loss(kind: LeftOut, share: float) -> float:
-    """Return the error of the corrected trace with a share of the correction, as a multiple of the trace's own."""
-    corrected = np.minimum(np.abs(kind.residual - share * kind.correction), _WORST).mean()
-    return float((corrected + _CERTAIN) / (np.minimum(np.abs(kind.residual), _WORST).mean() + _CERTAIN))
 
 
 def kinds_to_leave_out(
@@ -402,26 +371,24 @@ class HybridEstimator(Estimator):
             shares = np.ones(len(known))
             for place, (i, record) in enumerate(zip(known, known_records, strict=True)):
                 unlike = self._familiarity.judge(cases[i], record)
-                share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
+                share = self._evidence.share(unlike.axes) if target.is_memory else 1.0
                 shares[place] = min(share, self._evidence.families.get(cases[i].family, 1.0))
-                if unlike is not None:
-                    if reasons := _reasons(unlike, share):
-                        unfamiliar[i] = reasons
-                    if unlike.widening:
-                        outside.add(i)
-                    scale[i] *= self._widening(unlike, scale[i], kind[i])
+                if reasons := _reasons(unlike, share):
+                    unfamiliar[i] = reasons
+                if unlike.widening:
+                    outside.add(i)
+                    scale[i] *= self._widening(unlike.widening, scale[i], kind[i])
             corrected = base.copy()
             if (learned := shares > 0).any():
                 corrected[learned] = self._centre(self._correction, table[learned], base[learned])
             centre[known] = np.where(shares < 1, base + shares * (corrected - base), corrected)
-        warning = too_few_for(LEVEL, self._held_out_rows)
         return ResidualPrediction(
             centre,
             self._scores,
             target.space,
-            (warning,) if warning else (),
-            refusals,
-            unfamiliar,
+            warnings=too_few_for(LEVEL, self._held_out_rows),
+            refusals=refusals,
+            unfamiliar=unfamiliar,
             scale=scale,
             kind=kind,
             least=least,
@@ -429,13 +396,14 @@ class HybridEstimator(Estimator):
             held=self._held,
         )
 
-    def _widening(self, unlike: Unfamiliar, scale: float, kind: int) -> float:
-        """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen.
+    def _widening(self, axes: Sequence[str], scale: float, kind: int) -> float:
+        """Return the factor that widens the bound for reasons of these axes: of left-out kinds where these were judged,
+        else as chosen.
 
         A bound above a logarithm widens to `_STRETCHED_AT_MOST` times the point at most.
         """
-        shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
-        chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
+        shown = [self._evidence.widening[axis] for axis in axes if axis in self._evidence.widening]
+        chosen = [axis for axis in axes if axis not in self._evidence.widening]
         device = DEVICE in chosen
         wanted = math.prod(shown) * _WIDER ** min(len(chosen) - device, _MOST_REASONS)
         wanted *= _WIDER_DEVICE if device else 1
@@ -530,7 +498,6 @@ class HybridEstimator(Estimator):
     # ---- on disk
 
     def save(self, folder: Path) -> None:
-        folder = Path(folder)
         state = {
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
@@ -548,7 +515,6 @@ class HybridEstimator(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        folder = Path(folder)
         loaded, state = open_state(cls, folder)
         loaded._columns = tuple(state["columns"])
         loaded._knots = np.asarray(state["knots"], dtype=float)
@@ -582,22 +548,29 @@ def _weigh(
             latter.
     """
     exact = ~rows.censored
-    left_out: dict[str, list[LeftOut]] = {}
     families = rows.family.astype(str)
+    known_width = float(np.quantile(np.abs(residual - correction)[exact], _WIDTH))
+    left_out = defaultdict(list)
     for axis, mask in kinds_to_leave_out(records, rows.device.astype(str).tolist(), families.tolist(), exact):
         judged = mask & exact
         if axis == FAMILY and _of_many_modules(rows, families[judged][0]):  # its modules were each held out already
             added = correction[judged]
         else:
             added = correction_of(~mask, judged)
-        left_out.setdefault(axis, []).append(LeftOut(residual[judged], added))
+        left_out[axis].append((residual[judged], added))
+    shares, widening = {}, {}
+    for axis, kinds in left_out.items():
+        # Each kind's mean error with each share, as multiples of the trace's own.
+        means = np.array([_errors_by_share(*kind).mean(axis=1) + _CERTAIN for kind in kinds])
+        shares[axis] = float(_SHARES[int(np.argmin((means / means[:, :1]).mean(axis=0)))])
+        widths = [float(np.quantile(np.abs(own - shares[axis] * added), _WIDTH)) for own, added in kinds]
+        widening[axis] = float(np.clip(np.median(widths) / max(known_width, _CERTAIN), 1.0, _WIDEST))
     of_known = {}
     for family in np.unique(families).tolist():
         mine = exact & (families == family)
         if mine.sum() >= LEAST_KNOWN:
-            of_known[family] = share_of_known(LeftOut(residual[mine], correction[mine]))
-    known = np.abs(residual - correction)[exact]
-    return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
+            of_known[family] = _share_of_known(residual[mine], correction[mine])
+    return Evidence(shares, widening, of_known)
 
 
 def _even_out(score: np.ndarray, family: np.ndarray) -> np.ndarray:

@@ -161,6 +161,8 @@ _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
 _COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
 _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
+# Kinds of kernels whose efficiency does not depend on the layout of images.
+_IN_ANY_LAYOUT = ("product", "attention", "layer_norm", "softmax", "optimizer", "gather", "scatter")
 # Exponentials bind flash attention, and tensor cores do not speed them up: on an H100 it reaches half of its share on
 # an A100 (FlashAttention-3, arXiv:2407.08608).
 _SM_RATE_OF_ATTENTION = 0.9
@@ -378,15 +380,11 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
         half = (rates.fp16 or rates.bf16) is not None
         has = (False, rates.tf32 is not None, half, half)
         for kind, group, pipe in zip(row.calls.kind, row.calls.group.tolist(), row.calls.pipe.tolist(), strict=True):
-            in_layout = layout if _in_layouts(kind) else ""
+            in_layout = "" if kind.startswith(_IN_ANY_LAYOUT) else layout
             bandwidth.add(f"{kind}{in_layout}")
             if GROUPS[group] != STREAM:
                 compute.add(f"{kind}{in_layout}/{units_names(pipe, has[pipe])[0]}")
     return tuple(sorted(compute)), tuple(sorted(bandwidth))
-
-
-def _in_layouts(kind: str) -> bool:
-    return not kind.startswith(("product", "attention", "layer_norm", "softmax", "optimizer", "gather", "scatter"))
 
 
 def _compute_of(name: str) -> float:

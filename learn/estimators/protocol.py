@@ -1,4 +1,4 @@
-"""The Estimator Protocol, the distribution that every estimator predicts, its bounds, and the table of estimators.
+"""The base of estimators, the distribution that every estimator predicts, its bounds, and the table of estimators.
 
 Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs over every entry of `ESTIMATORS`. A
 bound follows from scores of held-out rows (`conformal_score`): a score is a row's distance above its estimate, as
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -40,14 +40,14 @@ def conformal_rank(m: int, level: float) -> int:
     return math.ceil((m + 1) * level - 1e-9)
 
 
-def too_few_for(level: float, m: int) -> str | None:
-    """Return the warning that a bound from m residuals needs at `level`, or None."""
+def too_few_for(level: float, m: int) -> tuple[str, ...]:
+    """Return the warnings that a bound from m residuals needs at `level`: one, or none."""
     if conformal_rank(m, level) <= m:
-        return None
+        return ()
     needed = math.ceil(level / (1 - level) - 1e-9)
     return (
         f"{m} calibration rows are too few for a {level:.0%} bound (it takes {needed}): the bound is the largest "
-        f"error seen, which holds for about {m / (m + 1):.1%}"
+        f"error seen, which holds for about {m / (m + 1):.1%}",
     )
 
 
@@ -160,42 +160,42 @@ PREFERRED = "hybrid"  # preferred among several fitted models
 OF_CONFIGS = "lightgbm"  # reads configurations only
 
 
-@runtime_checkable
-class Prediction(Protocol):
-    """A distribution of the label for each of n cases, in the target's unit."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction(ABC):
+    """A distribution of the label for each of n cases, in the target's unit.
+
+    warnings    for the reader of the figures
+    refusals    row -> why it has no answer; every figure of that row is NaN
+    unfamiliar  row -> how it is unlike the fitted rows; its bound is wider
+    outside     rows that no held-out rows represent: of a family or module that was not fitted on, or of a wider scale
+    """
+
+    warnings: tuple[str, ...] = ()
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    outside: frozenset[int] = frozenset()
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for the reader of the figures."""
-
-    @property
-    def refusals(self) -> Mapping[int, str]:
-        """Row -> why it has no answer; every figure of that row is NaN."""
-
-    @property
-    def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
-        """Row -> how it is unlike the fitted rows; its bound is wider."""
-
-    @property
-    def outside(self) -> frozenset[int]:
-        """Rows that no held-out rows represent."""
-
-    @property
+    @abstractmethod
     def point(self) -> np.ndarray:
         """(n,) the single best guess; NaN in the rows of `refusals`."""
 
+    @abstractmethod
     def quantile(self, q: float) -> np.ndarray:
         """Return the (n,) q-quantiles, 0 < q < 1; grows with q."""
 
+    @abstractmethod
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         """Return (n, k + 1), the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by
         row."""
 
+    @abstractmethod
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """Return (n,) bounds, never below the point, that `level` of new labels stay under; None if not calibrated."""
 
     def held_of(self, row: int) -> HeldShare | None:
         """Return the share of left-out rows for which the row's bound at `LEVEL` held; None if not measured."""
+        return None
 
 
 class Estimator(ABC):
@@ -300,18 +300,15 @@ def from_space(values: np.ndarray, space: str) -> np.ndarray:
     return np.asarray(np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0))
 
 
-@dataclass(frozen=True)
-class ResidualPrediction:
+@dataclass(frozen=True, eq=False)
+class ResidualPrediction(Prediction):
     """`centre + scale * residual` in the target's space, with the residuals of held-out rows as the distribution.
 
     centre      (n,) the point in that space; NaN in the rows of `refusals`
     residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
                 case. An empty one stands for a bare point, without a bound
-    unfamiliar  row -> how it is unlike the fitted rows
     scale       (n,); kind (n,) int: index of the row's `residuals`; least (n,) in the target's unit: lower limit of
                 the row's figures
-    outside     rows that no held-out residuals represent: their scale is wider, or their family or module was not
-                fitted on
     held        index in `residuals` -> the share of left-out rows for which the bound at `LEVEL` held
     times       (n,) factors of the figures, where these were learned as multiples
     """
@@ -319,13 +316,9 @@ class ResidualPrediction:
     centre: np.ndarray
     residuals: np.ndarray | Sequence[np.ndarray]
     space: str
-    warnings: tuple[str, ...] = ()
-    refusals: Mapping[int, str] = field(default_factory=dict)
-    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     scale: np.ndarray | float = 1.0
     kind: np.ndarray | int = 0
     least: np.ndarray | float = 0.0
-    outside: frozenset[int] = frozenset()
     held: Mapping[int, HeldShare] = field(default_factory=dict)
     times: np.ndarray | float = 1.0
 

@@ -94,10 +94,13 @@ class TabularEstimator(Estimator):
         self, raw: np.ndarray, rough: np.ndarray | float = 1.0, refusals: Mapping[int, str] = MappingProxyType({})
     ) -> ResidualPrediction:
         """Return the prediction for the trees' values, (n,), and the rough figures; NaN for the rows of `refusals`."""
-        warning = too_few_for(LEVEL, len(self._residuals))
-        warnings = (warning,) if warning else ()
         return ResidualPrediction(
-            self._within(raw), self._residuals, self.target.space, warnings, refusals, times=rough
+            self._within(raw),
+            self._residuals,
+            self.target.space,
+            warnings=too_few_for(LEVEL, len(self._residuals)),
+            refusals=refusals,
+            times=rough,
         )
 
     def rough_figures(self, cases: Sequence[Case], columns: Mapping[str, np.ndarray]) -> np.ndarray | float:
@@ -128,7 +131,6 @@ class TabularEstimator(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        folder = Path(folder)
         loaded, state = open_state(cls, folder)
         words = {name: tuple(of_name) for name, of_name in state["features"]["words"].items()}
         loaded.table = FeatureTable(tuple(state["features"]["columns"]), words)

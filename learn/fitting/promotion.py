@@ -224,15 +224,7 @@ def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, 
     if why is not None:
         both_figures = {"current": None, "candidate": figures(candidate)}
         return {"decision": "kept", "why": why, "held_out": len(judges), "figures": both_figures}
-    comparison = compare(current, ours, seed)
-    caveat = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels"
-    return {
-        "decision": "kept" if comparison.worse else "promoted",
-        "why": f"on {len(judges)} rows held out that neither has seen, {comparison.why}"
-        f"{caveat if 'own_labels' in comparison.candidate else ''}",
-        "held_out": len(judges),
-        "figures": {"current": comparison.current, "candidate": comparison.candidate},
-    }
+    return compare(current, ours, seed)
 
 
 def _reasons(candidate: Evaluation) -> str:
@@ -284,23 +276,9 @@ ALLOWED_SHARE = 0.05  # share of the current model's mean error
 ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 
 
-@dataclass(frozen=True)
-class PairedComparison:
-    """Comparison of a candidate with the current model, on rows that neither has seen.
-
-    worse     whether the candidate is rejected; `why` is a clause, or several, with the figures
-    current, candidate
-              `figures` of each
-    """
-
-    worse: bool
-    why: str
-    current: Mapping[str, Any]
-    candidate: Mapping[str, Any]
-
-
-def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:
-    """Compare two evaluations on the same n rows, which both answer, at least one of them with an exact label.
+def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> dict[str, Any]:
+    """Return the verdict from two evaluations on the same n rows, which both answer, at least one of them with an exact
+    label: the candidate is `promoted`, or `kept` out as it is worse.
 
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
     is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is also worse where
@@ -312,11 +290,9 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
     _, highest = limits(errors(candidate) - errors(current), rows.exact.group, seed)
     their_error, our_error = theirs["mean_abs_error"], ours["mean_abs_error"]
     allowed = max(ALLOWED_SHARE * their_error, ALLOWED_AT_LEAST[rows.target.space])
-    larger = highest > allowed
-
     explanation = (
-        f"the new one's mean error is {our_error:.4f}, the current one's {their_error:.4f} "
-        f"({in_words(rows.target.space)}): with 95 % confidence at "
+        f"on {len(rows)} rows held out that neither has seen, the new one's mean error is {our_error:.4f}, the current "
+        f"one's {their_error:.4f} ({in_words(rows.target.space)}): with 95 % confidence at "
         f"{f'most {highest:.4f} more' if highest > 0 else f'least {-highest:.4f} less'}, and {allowed:.4f} more "
         "is allowed"
     )
@@ -332,7 +308,14 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
         explanation += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
         if over:
             explanation += f": significantly more, and more than the {1 - LEVEL:.0%} that the bound promises"
-    return PairedComparison(larger or over, explanation, theirs, ours)
+    if "own_labels" in ours:
+        explanation += f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels"
+    return {
+        "decision": "kept" if over or highest > allowed else "promoted",
+        "why": explanation,
+        "held_out": len(rows),
+        "figures": {"current": theirs, "candidate": ours},
+    }
 
 
 def figures(of: Evaluation) -> dict[str, Any]:

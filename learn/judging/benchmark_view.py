@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -340,7 +340,6 @@ def reproduce(
     notes = [ABSENT, OURS]
     if any(len(file.rows) > rows for file in of_families):
         notes.append(f"a sample of {rows} rows of each file, all that is fitted on; rows=N takes more")
-    records: list[dict[str, Any]] = []
     benchmarks: list[Benchmark] = []
     for target, families, models, estimators in RUNS:
         asked = (of_families if families else []) + (known_models if models else [])
@@ -362,10 +361,10 @@ def reproduce(
         except UsageError as error:  # the files may lack a column
             notes.append(f"{target} is not judged: {str(error).partition(': ')[2] or error}")
             continue
-        records += _records(benchmarks[-1])
         notes += [note for note in benchmarks[-1].notes if "in doubt" in note]
-    of_memory = _accuracies(records, [("memory", f"{width} GB") for width in BIN_WIDTHS_GB])
-    of_levels = _accuracies(records, [(target, "published") for target in ("smact", "smocc", "drama")])
+    by_family = _by_family(benchmarks)
+    of_memory = _accuracies(by_family, [("memory", f"{width} GB") for width in BIN_WIDTHS_GB])
+    of_levels = _accuracies(by_family, [(target, "published") for target in ("smact", "smocc", "drama")])
     tables = [
         PaperTable(
             "memory",
@@ -378,38 +377,34 @@ def reproduce(
             of_levels if any(row["n"] for row in of_levels) else (),
         ),
         _models(benchmarks),
-        _latency(records),
+        _latency(by_family),
     ]
     return [table for table in tables if table.rows], list(dict.fromkeys(notes))
 
 
-def _records(benchmark: Benchmark) -> Iterator[dict[str, Any]]:
-    """Yield one record for each family and estimator. Rows in doubt count, as they do in the paper."""
-    for figures in benchmark.figures:
-        families = {row.family for row in benchmark.scored[figures.file, figures.estimator]}
-        if len(families) == 1 and families <= {*FAMILIES} and not figures.file.endswith(TRUSTED_ALONE):
-            yield {
-                "target": benchmark.target.name,
-                "family": families.pop(),
-                "estimator": figures.estimator,
-                "n": figures.ok + figures.oom,
-                "accuracy": {name: scores.accuracy for name, scores in figures.classes.items()},
-                "seconds": figures.median_seconds,
-            }
+def _by_family(benchmarks: Sequence[Benchmark]) -> dict[tuple[str, str], list[Figures]]:
+    """Return (target, family) -> the figures of each estimator. Rows in doubt count, as they do in the paper."""
+    by_family: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for done in benchmarks:
+        for figures in done.figures:
+            families = {row.family for row in done.scored[figures.file, figures.estimator]}
+            if len(families) == 1 and families <= {*FAMILIES} and not figures.file.endswith(TRUSTED_ALONE):
+                by_family[done.target.name, families.pop()].append(figures)
+    return by_family
 
 
 def _accuracies(
-    records: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[str, str]]
+    by_family: Mapping[tuple[str, str], Sequence[Figures]], kinds: Sequence[tuple[str, str]]
 ) -> tuple[Mapping[str, Any], ...]:
     """Return a row for each family and kind, with the accuracy of each estimator and that of the paper.
 
     Args:
-        records: Those of `_records`.
+        by_family: Those of `_by_family`.
         kinds: Targets, and the names of their classes: `published`, or a width as `2 GB`.
     """
     rows = []
     for family, (target, bins) in itertools.product(FAMILIES, kinds):
-        of_kind = [record for record in records if (record["target"], record["family"]) == (target, family)]
+        ours = by_family.get((target, family), ())
         theirs = [
             figure
             for figure in PUBLISHED_FIGURES
@@ -420,8 +415,8 @@ def _accuracies(
             {
                 "family": family,
                 **({"target": target} if bins == "published" else {"bins": bins}),
-                "n": of_kind[0]["n"] if of_kind else None,
-                **{record["estimator"]: record["accuracy"].get(bins) for record in of_kind},
+                "n": ours[0].ok + ours[0].oom if ours else None,
+                **{figures.estimator: getattr(figures.classes.get(bins), "accuracy", None) for figures in ours},
                 "theirs": theirs or None,
             }
         )
@@ -454,11 +449,12 @@ def _models(benchmarks: Sequence[Benchmark]) -> PaperTable:
     return PaperTable("models", "Relative error of well-known models, which nothing is fitted on", tuple(rows))
 
 
-def _latency(records: Sequence[Mapping[str, Any]]) -> PaperTable:
+def _latency(by_family: Mapping[tuple[str, str], Sequence[Figures]]) -> PaperTable:
     times: dict[str, dict[str, _Time]] = defaultdict(dict)
-    for record in records:
-        if record["target"] == "memory" and record["seconds"] is not None:
-            times[record["estimator"]][record["family"]] = _Time(record["seconds"])
+    for family in FAMILIES:
+        for figures in by_family.get(("memory", family), ()):
+            if figures.median_seconds is not None:
+                times[figures.estimator][family] = _Time(figures.median_seconds)
     rows: list[dict[str, Any]] = [
         {"estimator": name, **{family: of.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
         for name, of in times.items()

@@ -401,17 +401,16 @@ def figures_of(
     file: str,
     estimator: str,
     rows: Sequence[Scored],
-    asked: Asked | None = None,
+    asked: Asked,
     *,
-    bins: Mapping[str, Bins] | None = None,
-    space: str = "log",
+    bins: Mapping[str, Bins],
+    space: str,
 ) -> Figures:
     """Return the figures of rows that were all asked of one estimator.
 
     `space` is the target's: `ratio` has absolute errors. `asked` says whether it learns, so that no constant is
-    fitted, and its times; None: it learns nothing, and its times are the rows' own.
+    fitted, and its times.
     """
-    asked = asked or Asked(answers={})
     latency = asked.latency.get(file.removesuffix(TRUSTED_ALONE))
     answered = [row for row in rows if row.estimate is not None]
     oom = np.array([row.label is None for row in answered], dtype=bool)
@@ -428,7 +427,7 @@ def figures_of(
         """Return the share of rows of which it is said rightly whether the job fits the card."""
         return mean(((limit > card) == oom)[~np.isnan(limit) & (card > 0)])
 
-    classes = {name: class_scores(*estimated_classes(answered, name, b), b.labels) for name, b in (bins or {}).items()}
+    classes = {name: class_scores(*estimated_classes(answered, name, b), b.labels) for name, b in bins.items()}
     out_of_memory = sum(row.label is None for row in rows)
     return Figures(
         own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
@@ -534,7 +533,7 @@ def judge(
     )
 
 
-def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
+def by_group(rows: Sequence[Scored], constant: float | None, *, space: str) -> dict[str, tuple[int, Errors]]:
     """Return group -> (ok rows answered, errors with the file's constant added), groups in alphabetical order."""
     groups: dict[str, list[Scored]] = defaultdict(list)
     for row in rows:
@@ -549,17 +548,13 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "lo
     }
 
 
-def worst_of(
-    rows: Sequence[Scored], constant: float | None, n: int, *, space: str = "log"
-) -> list[tuple[Scored, float]]:
+def worst_of(rows: Sequence[Scored], constant: float | None, n: int, *, space: str) -> list[tuple[Scored, float]]:
     """Return the `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
     pairs = signed_errors(rows, constant, space=space)
     return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
 
 
-def signed_errors(
-    rows: Sequence[Scored], constant: float | None, *, space: str = "log"
-) -> Iterator[tuple[Scored, float]]:
+def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str) -> Iterator[tuple[Scored, float]]:
     """Yield (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
     least = -math.inf if space == "ratio" else RELATIVE_FLOOR
     for row in rows:

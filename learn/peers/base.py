@@ -1,4 +1,4 @@
-"""The base of training-free estimators: an answer or a reason, its duration, and the handling of a model.
+"""The base of training-free estimators: an answer or a reason, and the handling of a model.
 
 Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, and restores all
 state on leaving; `explain_errors` names the part that fails. `Trace` is our own method: the step, traced and replayed.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -132,20 +130,6 @@ class CannotEstimate(Exception):
     """This method has no answer for this job; the message is the reason, and names what is not covered."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Peak memory of one training job by one method, in MiB as the method defines it, or the reason for no answer.
-
-    seconds   wall time of the answer, with building the model
-    parts     part -> MiB where the method distinguishes parts
-    """
-
-    mib: float | None
-    reason: str | None = None
-    seconds: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
 def require_device(case: Case) -> DeviceSpec:
     """Return the description of the case's device. Raises `CannotEstimate` without one."""
     if case.spec is None:
@@ -189,10 +173,7 @@ class Peer(Estimator):
 
     def figure(self, case: Case) -> float:
         """Return the target's figure for one case, in its unit. Raises `CannotEstimate`."""
-        answer = analyse(self, case.job, require_device(case))
-        if answer.mib is None:
-            raise CannotEstimate(answer.reason or "no reason is given")
-        return answer.mib
+        return sum(analyse(self, case.job, require_device(case)).values())
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """Return one point a case; a case without an answer has NaN there, and its reason in `refusals`."""
@@ -204,36 +185,36 @@ class Peer(Estimator):
             except CannotEstimate as refusal:
                 refusals[i] = str(refusal)
         centre = to_space(values, target.space)
-        return ResidualPrediction(centre, np.empty(0), target.space, (self.warning,), refusals)
+        return ResidualPrediction(centre, np.empty(0), target.space, warnings=(self.warning,), refusals=refusals)
 
     def save(self, folder: Path) -> None:
         """Write the estimator's name, target and seed."""
-        write_state(Path(folder), self, {})
+        write_state(folder, self, {})
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Return the estimator that `save` wrote."""
-        return open_state(cls, Path(folder))[0]
+        return open_state(cls, folder)[0]
 
 
-def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> Answer:
-    """Return the estimator's answer for the memory of one job, with its duration."""
-    return timed(lambda: peer.parts_mib(job, device))
+def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> dict[str, float]:
+    """Return part -> MiB of the estimator's answer for the memory of one job. Raises `CannotEstimate`."""
+    with refused_by_any_error():
+        return dict(peer.parts_mib(job, device))
 
 
-def timed(parts_of: Callable[[], Mapping[str, float]]) -> Answer:
-    """Return the answer with the parts that the call returns, and its duration; an error becomes the reason."""
-    began = time.monotonic_ns()
-    parts, mib, reason = {}, None, None
+@contextmanager
+def refused_by_any_error() -> Iterator[None]:
+    """Turn any error into `CannotEstimate`, the last resort: a model may raise anything anywhere."""
     try:
-        parts = dict(parts_of())
-        mib = float(sum(parts.values()))
-    except CannotEstimate as refusal:
-        reason = str(refusal)
-    except Exception as error:  # the last resort: a model may raise anything anywhere
+        yield
+    except CannotEstimate:
+        raise
+    except CommandError as error:  # its message already explains the job's problem
+        raise CannotEstimate(str(error)) from error
+    except Exception as error:
         reason = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
-        reason = reason or exception_line(error)
-    return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
+        raise CannotEstimate(reason or exception_line(error)) from error
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
@@ -255,21 +236,6 @@ def real_model(workload: TrainingJob) -> nn.Module:
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             raise CannotEstimate("the model is on the meta device, and this method runs it on real memory")
         return copy.deepcopy(model, {id(result): result.detach() for result in kept_results(model)}).train()
-
-
-def on_device(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode),
-    with ties kept; the original is neither changed nor read."""
-    memo: dict[int, object] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = empty
-    for result in kept_results(model):
-        memo.setdefault(id(result), torch.empty_like(result, device=device))
-    return copy.deepcopy(model, memo)
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
@@ -407,14 +373,9 @@ class Trace(Peer):
     warning: ClassVar[str] = TRACE_HAS_NO_BOUND
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        try:
-            return step_of(workload, device).breakdown
-        except CommandError as error:
-            raise CannotEstimate(str(error)) from error
+        return step_of(workload, device).breakdown
 
     def figure(self, case: Case) -> float:
-        try:
+        with refused_by_any_error():
             step = step_of(case.job, require_device(case))
-        except CommandError as error:
-            raise CannotEstimate(str(error)) from error
         return step.figure(self.require_fitted().column)

@@ -131,11 +131,10 @@ class GNNEstimator(Estimator):
         centre = np.full(len(cases), np.nan)
         if graphs:
             centre[list(graphs)] = self._centre(list(graphs.values()))
-        warning = too_few_for(LEVEL, len(self._residuals))
-        return ResidualPrediction(centre, self._residuals, target.space, (warning,) if warning else (), refusals)
+        warnings = too_few_for(LEVEL, len(self._residuals))
+        return ResidualPrediction(centre, self._residuals, target.space, warnings=warnings, refusals=refusals)
 
     def save(self, folder: Path) -> None:
-        folder = Path(folder)
         scaling = self._scaling
         arrays: dict[str, Any] = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
         arrays |= {f"net/{name}": array for name, array in self._weights.items()}
@@ -150,7 +149,6 @@ class GNNEstimator(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        folder = Path(folder)
         loaded, state = open_state(cls, folder)
         loaded._shape = state["shape"]
         loaded._residuals = np.asarray(state["residuals"], dtype=float)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -39,6 +39,7 @@ from featurize.families import layers_of
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
+    Prediction,
     class_masses,
     conformal_rank,
     open_state,
@@ -187,7 +188,7 @@ class GPUMemNetEstimator(Estimator):
                 kind[i] = families.index(case.family)
         most = max(len(ensemble.edges) for ensemble in self._ensembles.values())
         edges, mass = np.full((len(cases), most), np.nan), np.full((len(cases), most - 1), np.nan)
-        warnings = []
+        warnings = list[str]()
         for k, (family, ensemble) in enumerate(self._ensembles.items()):
             index = np.flatnonzero(kind == k)
             if not index.size:
@@ -195,14 +196,12 @@ class GPUMemNetEstimator(Estimator):
             shares = self._probabilities(ensemble, _configs([cases[i] for i in index.tolist()]))
             edges[index] = np.pad(ensemble.edges, (0, most - len(ensemble.edges)), mode="edge")
             mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
-            if warning := too_few_for(LEVEL, len(ensemble.scores)):
-                warnings.append(f"{family}: {warning}")
+            warnings += [f"{family}: {warning}" for warning in too_few_for(LEVEL, len(ensemble.scores))]
         share = 1.0 if target.is_memory else 0.5
         scores = [ensemble.scores for ensemble in self._ensembles.values()]
-        return BinnedPrediction(edges, mass, share, scores, kind, tuple(warnings), refusals)
+        return BinnedPrediction(edges, mass, share, scores, kind, warnings=tuple(warnings), refusals=refusals)
 
     def save(self, folder: Path) -> None:
-        folder = Path(folder)
         arrays: dict[str, Any] = {
             f"{family}/{member}/{name}": array
             for family, ensemble in self._ensembles.items()
@@ -223,7 +222,6 @@ class GPUMemNetEstimator(Estimator):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        folder = Path(folder)
         loaded, state = open_state(cls, folder)
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
             arrays = dict(stored)
@@ -288,7 +286,7 @@ class GPUMemNetTransformer(GPUMemNetEstimator):
 
 
 @dataclass(frozen=True, eq=False)
-class BinnedPrediction:
+class BinnedPrediction(Prediction):
     """Probabilities of bins by row, mass spread evenly inside a bin. Rows in `refusals` are NaN throughout.
 
     edges          (n, k + 1), ascending, in the target's unit; rows with fewer bins repeat their last edge
@@ -303,13 +301,6 @@ class BinnedPrediction:
     point_share: float
     scores: Sequence[np.ndarray]
     kind: np.ndarray
-    warnings: tuple[str, ...] = ()
-    refusals: Mapping[int, str] = field(default_factory=dict)
-    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    outside: frozenset[int] = frozenset()
-
-    def held_of(self, row: int) -> None:
-        """Return None: no groups are left out; see `GPUMemNetEstimator`."""
 
     @property
     def point(self) -> np.ndarray:

@@ -435,7 +435,7 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
         return _choose(rows, key, wanted)
     counts = Counter(row[key] for row in rows)
     kinds = Counter(plain_device(row[key]) for row in rows) if key == "device_name" else counts
-    if key == "device_name" and all(_is_described(name) for name in kinds):
+    if key == "device_name" and all(known_device(name) is not None for name in kinds):
         return rows
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
@@ -444,10 +444,6 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
             f"choose one, as in {key}={_quote(first)}"
         )
     return rows
-
-
-def _is_described(name: str) -> bool:
-    return name == plain_device(name) and known_device(name) is not None
 
 
 @cache

@@ -312,16 +312,17 @@ class _Measured:
     def beyond_mib(self) -> float:
         return self.label_mib - self.traced_mib
 
-    def above_larger_mib(self, others: Sequence[_Measured]) -> float:
+    def above_larger_mib(self, rows: Sequence[_Measured]) -> float:
         """Return by how much more it exceeds its trace than rows of larger batches do, less workspaces and a GiB. Such
         a label is too high: it includes other jobs' memory. A label above the job's tensors cannot be too low, so a
         larger batch bounds a smaller one."""
-        larger = [max(other.beyond_mib, 0.0) for other in others if other.traced_mib > self.traced_mib]
+        larger = [max(other.beyond_mib, 0.0) for other in rows if other.traced_mib > self.traced_mib]
         return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
 
-    def unexplained_mib(self, others: Sequence[_Measured]) -> float:
-        """Return how far its label lies outside the range that the others, workspaces and a GiB allow. The excess over
-        the trace is similar at the nearest batches, or in proportion to the traced memory."""
+    def unexplained_mib(self, rows: Sequence[_Measured]) -> float:
+        """Return how far its label lies outside the range that the other rows, workspaces and a GiB allow. The excess
+        over the trace is similar at the nearest batches, or in proportion to the traced memory."""
+        others = _without(self, rows)
         if not others:
             return 0.0
         nearest = sorted(others, key=lambda other: abs(math.log(other.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
@@ -389,25 +390,25 @@ def with_suspects(rows: RowsT, steps: StepStore) -> RowsT:
     return replace(rows, records=records)
 
 
+def _without(left_out: _Measured, rows: Sequence[_Measured]) -> list[_Measured]:
+    return [row for row in rows if row is not left_out]
+
+
 def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
     """Return the rows that the other rows of their network do not explain."""
-    return [suspect for suspect in rows if suspect.unexplained_mib([other for other in rows if other is not suspect])]
+    return [suspect for suspect in rows if suspect.unexplained_mib(rows)]
 
 
 def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
     """Return the label that exceeds its trace the most among those too high beside a larger batch's; without such a
     label, the one whose removal leaves the fewest rows unexplained."""
-
-    def others(measured: _Measured) -> list[_Measured]:
-        return [other for other in rows if other is not measured]
-
-    too_high = [suspect for suspect in unexplained if suspect.above_larger_mib(others(suspect))]
+    too_high = [suspect for suspect in unexplained if suspect.above_larger_mib(rows)]
     if too_high:
         return max(too_high, key=lambda suspect: (suspect.beyond_mib / suspect.traced_mib, suspect.index))
     return min(
         unexplained,
         key=lambda suspect: (
-            len(_unexplained(others(suspect))),
+            len(_unexplained(_without(suspect, rows))),
             -abs(suspect.beyond_mib) / suspect.traced_mib,
             suspect.index,
         ),

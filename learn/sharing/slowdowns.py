@@ -109,9 +109,6 @@ class Slowdown:
 class SlowdownEstimator(Protocol):
     """Estimator of the slowdown of each job of a group on one GPU, in the group's order; partners may be permuted."""
 
-    @property
-    def name(self) -> str: ...
-
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]: ...
 
 
@@ -124,11 +121,9 @@ class PointSlowdowns:
     """Slowdowns by a formula without a spread.
 
     Args:
-        name: Name in tables.
         slowdowns_of: The formula: maps a group to the slowdown of each of its jobs.
     """
 
-    name: str
     slowdowns_of: Callable[[Sequence[JobProfile]], Sequence[float]]
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
@@ -137,13 +132,12 @@ class PointSlowdowns:
 
 def constant_slowdown(slowdown: float) -> PointSlowdowns:
     """Return the same slowdown for every job that has a partner."""
-    return PointSlowdowns("constant", lambda group: [slowdown if len(group) > 1 else 1.0] * len(group))
+    return PointSlowdowns(lambda group: [slowdown if len(group) > 1 else 1.0] * len(group))
 
 
 def shared_time() -> PointSlowdowns:
     """Return slowdowns by shared time: max(1, u1 + u2 + ...), where u is nvidia-smi's utilization, else SMACT."""
     return PointSlowdowns(
-        "shared_time",
         lambda group: [max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0] * len(group),
     )
 
@@ -494,8 +488,8 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     if len(profiled) < LEAST_GROUPS:
         return LearnedSlowdowns(None, known, typical, spread_known, spread_known)
     outside = {form: _left_out(profiled, form) for form in FORMS}
-    form = min(FORMS, key=lambda name: _mean_error(outside[name]))
-    return LearnedSlowdowns(_fit_contention(profiled, form), known, typical, _spread(outside[form]), spread_known)
+    form = min(FORMS, key=lambda name: _mean_error(*outside[name]))
+    return LearnedSlowdowns(_fit_contention(profiled, form), known, typical, _spread(*outside[form]), spread_known)
 
 
 def _measured_slowdowns(groups: Sequence[MeasuredGroup]) -> np.ndarray:
@@ -563,13 +557,11 @@ def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, n
     return np.concatenate(expected), np.concatenate(measured)
 
 
-def _mean_error(pair: tuple[np.ndarray, np.ndarray]) -> float:
-    expected, measured = pair
+def _mean_error(expected: np.ndarray, measured: np.ndarray) -> float:
     return float(np.abs(1.0 / expected - 1.0 / measured).mean())
 
 
-def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
-    expected, measured = pair
+def _spread(expected: np.ndarray, measured: np.ndarray) -> float:
     off = (measured - expected) / (_BASE + expected - 1.0)
     return float(max(0.0, np.quantile(off, PERCENTILE, method="higher")))
 
@@ -588,7 +580,7 @@ def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
         for group in [group for group in part if known.knows(group.jobs)]:
             expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
             measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
-    return _spread((np.array(expected), np.array(measured))) if expected else 1.0
+    return _spread(np.array(expected), np.array(measured)) if expected else 1.0
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:

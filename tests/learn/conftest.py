@@ -24,6 +24,12 @@ def few_trees():
 
 
 @pytest.fixture
+def data(tmp_path):
+    """A data folder that nothing was written to."""
+    return tmp_path / "a'; echo foo [b]*?"
+
+
+@pytest.fixture
 def shown(capsys):
     """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
 

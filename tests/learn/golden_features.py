@@ -29,7 +29,6 @@ from tests.featurize.small_nets import Computes
 
 GOLDEN = Path(__file__).with_name("golden_features.json")
 TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way
-DIGITS = 12
 HOW = (
     "If this is meant: raise FEATURES_VERSION in featurize/configs/features.py, add a line to its HISTORY, and run "
     "`python -m tests.learn.golden_features`. Artifacts of the version before are stale then."
@@ -113,7 +112,7 @@ def write() -> None:
         if moved:
             sys.exit("\n".join([*moved, f"{len(moved)} values moved. {HOW}"]))
     for name, case in stored["cases"].items():
-        case["values"] = {kind: _rounded(found) for kind, found in values_of(name, case).items()}
+        case["values"] = values_of(name, case)
     stored |= {"version": FEATURES_VERSION, **_libraries()}
     lines = [f"  {json.dumps(name)}: {json.dumps(case)}" for name, case in stored.pop("cases").items()]
     head = json.dumps(stored, indent=1).removesuffix("\n}")
@@ -128,10 +127,6 @@ def _of_graph(graph: Mapping[str, np.ndarray]) -> dict[str, float | str]:
     sums = graph["nodes"].sum(axis=0, dtype=float)
     columns = {f"sum_{name}": float(total) for name, total in zip(graph["node_columns"], sums, strict=True)}
     return {"nodes": float(len(graph["nodes"])), "edges": float(graph["edges"].shape[1]), **columns}
-
-
-def _rounded(values: Mapping[str, float | str]) -> dict[str, float | str]:
-    return {key: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for key, v in values.items()}
 
 
 def _same(before: float | str, now: float | str) -> bool:

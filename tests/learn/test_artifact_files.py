@@ -24,6 +24,7 @@ from learn.fitting.artifacts import (
 )
 from learn.fitting.config_models import DEVICES
 from learn.job.training_job import of_configs
+from learn.judging.report import model_card
 from learn.rows.data import TARGETS as KNOWN_TARGETS
 from tests.learn.learn_rows import make_configs, write_batch
 
@@ -191,13 +192,6 @@ NETWORKS = (
         classes=500,
     ),
 )
-METRICS = {  # as the card calls them
-    "accuracy": "accuracy",
-    "macro F1": "macro_f1",
-    "median relative error": "median_relative_error",
-    "share of underestimates": "underestimates",
-    "labels under the 99 % bound": "coverage",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -226,20 +220,10 @@ def test_a_model_loads_and_answers_every_family_that_it_was_fitted_on(target):
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_card_has_each_targets_rows_and_held_out_figures(target):
-    meta = default_artifact(target).meta
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in CARD.splitlines() if line[:1] == "|"]
-    (rows,) = [cells for cells in lines if cells[0] == target]
-    for family, n in meta["rows"]["family"].items():
-        assert f"{family} {n:,}" in rows[1]
-    assert rows[2] == f"{meta['rows']['censored']:,}"
-    (header,) = [cells for cells in lines if cells[0] == "" and target in cells]
-    for name, metric in METRICS.items():
-        (cells,) = [cells for cells in lines if cells[0] == name]
-        found = meta["metrics"][metric]
-        assert cells[header.index(target)] == f"{found['test']:.1%} ({found['cv_mean']:.1%})"
-    assert f"version `{meta['feature_version']}`" in CARD and f"`{meta['estimator']}`" in CARD
+def test_the_card_has_each_targets_rows_and_held_out_figures():
+    metas = {target: default_artifact(target).meta for target in TARGETS}
+    assert model_card(metas, CARD) == CARD
+    assert len(metas) == 3 and all(f"| {target} | cnn " in CARD for target in metas)
 
 
 @pytest.mark.parametrize("config", NETWORKS, ids=lambda config: config.family)

@@ -381,11 +381,7 @@ class Watcher(Estimator):
     """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
 
     name = "watcher"
-    targets = None
     seen: ClassVar[list] = []
-
-    def __init__(self, seed=0):
-        pass
 
     def fit(self, rows, steps=None):
         Watcher.seen.append(rows)
@@ -393,7 +389,9 @@ class Watcher(Estimator):
 
     def predict(self, cases, steps=None):
         centre = np.full(len(cases), np.log(500.0))
-        return estimators.ResidualPrediction(centre, np.linspace(0, np.log(2), 200), "log", ("it only watches",))
+        return estimators.ResidualPrediction(
+            centre, np.linspace(0, np.log(2), 200), "log", warnings=("it only watches",)
+        )
 
 
 @pytest.fixture

@@ -184,8 +184,7 @@ def test_a_killed_build_writes_nothing_where_the_models_would_be(tmp_path):
 # -- the models of `method=fast`: what they are fitted to
 
 
-def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(tmp_path):
-    data = tmp_path / "a'; echo foo"
+def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(data):
     configs = make_configs(60, families=("mlp",))
     write_batch(data, configs)
     fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))

@@ -7,12 +7,14 @@ import pytest
 
 from conf.errors import UsageError
 from learn import FitSettings, fit
-from learn.estimators.protocol import ResidualPrediction, conformal_rank, make_estimator, too_few_for
+from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
 from learn.estimators.tabular import group_folds
+from learn.job.training_job import of_configs
 from learn.judging.evaluate import classes_of, metrics_of, parts_of
 from learn.judging.report import metric_rows
 from learn.judging.scores import Asked, Given, Scored, bound_scores, described, exceeds, figures_of, labels_are_its_own
-from learn.rows.data import get_target, load_rows, make_bins, memory_bins
+from learn.rows.data import get_target, make_bins, memory_bins
+from learn.rows.step_store import compute
 from tests.learn.learn_rows import make_configs, make_rows, write_batch
 
 
@@ -95,8 +97,8 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     residuals = np.arange(1.0, 200.0) / 1000
     bound = ResidualPrediction(np.array([0.2]), residuals, "ratio").upper(0.99)
     assert bound[0] == pytest.approx(0.2 + 0.198)
-    assert too_few_for(0.99, 99) is None
-    assert "98 calibration rows are too few for a 99% bound (it takes 99)" in too_few_for(0.99, 98)
+    assert too_few_for(0.99, 99) == ()
+    assert "98 calibration rows are too few for a 99% bound (it takes 99)" in too_few_for(0.99, 98)[0]
     largest = ResidualPrediction(np.array([0.2]), np.array([-0.1, 0.05]), "ratio").upper(0.99)
     assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
@@ -148,23 +150,15 @@ CONFIGS = make_configs(32, seed=11)
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     """A data folder whose labels are the trace's own figures, off by the rounding of another order of sums."""
-    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
-    write_batch(data, CONFIGS, source="simulated", statuses=["ok"] * len(CONFIGS))
-    point = {}
-    for target, column in (("memory", "peak_memory_mib"), ("drama", "drama")):
-        rows = load_rows(data, target)
-        of_config = dict(
-            zip(rows.run_ids.tolist(), make_estimator("trace").fit(rows).predict(rows.cases).point, strict=True)
-        )
-        point[column] = of_config
-    again = tmp_path_factory.mktemp("again") / "a'; echo foo"
+    values = [compute(case).values for case in of_configs(CONFIGS)]
     noise = 1 + 4e-16 * np.random.default_rng(0).choice([-1, 0, 1], len(CONFIGS))
     labels = {
-        column: np.array([values[f"job-{i:06d}"] for i in range(len(CONFIGS))]) * noise
-        for column, values in point.items()
+        column: noise * [of_case[name] for of_case in values]
+        for column, name in (("peak_memory_mib", "job_memory_mib"), ("drama", "job_priced_drama"))
     }
-    write_batch(again, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
-    return again
+    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
+    write_batch(data, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
+    return data
 
 
 def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():

@@ -13,11 +13,6 @@ from learn.rows.step_store import StepStore, with_suspects
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch, write_runs
 
 
-@pytest.fixture
-def data(tmp_path):
-    return tmp_path / "a'; echo foo"
-
-
 def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     configs = make_configs(50)
     statuses = ["ok"] * 40 + ["oom"] * 6 + ["crashed", "timeout", "invalid", "crashed"]

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,11 +42,6 @@ def corrupted(configs):
 def outdate(path):
     """As if other code had fitted it."""
     restamp(path, feature_version="0ld")
-
-
-@pytest.fixture
-def data(tmp_path):
-    return tmp_path / "a'; echo foo"
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +188,9 @@ BINS = make_bins(ROWS.target, ROWS.label, ROWS.family)
 
 
 def compare(rows, bins, *predictions):
-    return compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
+    """Whether the second is worse, the figures of both, and the reason."""
+    found = compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
+    return SimpleNamespace(worse=found["decision"] == "kept", why=found["why"], **found["figures"])
 
 
 def off_by(size, bound=1.0, rows=ROWS):

@@ -72,8 +72,7 @@ def command(module, *argv):
 
 
 @pytest.mark.slow
-def test_no_command_imports_what_a_row_names(evil, tmp_path):
-    data = tmp_path / "data"
+def test_no_command_imports_what_a_row_names(evil, data):
     write_batch(data, make_configs(60))
     (run_id,) = write_odd(data, [json.dumps(OWN)])
     quoted = f"data={json.dumps(str(data))}"
@@ -182,8 +181,7 @@ def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_
     assert type(zoo.build(config_of_user(linear.to_mapping()))).__name__ == "Linear"
 
 
-def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path):
-    data = tmp_path / "data"
+def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, data):
     looped = Case(config_of_user(OWN), training_loop=True)
     StepStore(DataFolder.resolve(data).create()).prepare([Case(config_of_user(OWN)), looped], workers=0)
     evil.unlink()
@@ -294,8 +292,7 @@ def test_a_config_that_is_none_is_one_short_reason_without_control_characters(te
         assert config.family == "timm"  # whether timm has a model of that name is asked when it is built
 
 
-def test_odd_rows_cost_themselves_and_are_counted_and_named(tmp_path):
-    data = tmp_path / "data"
+def test_odd_rows_cost_themselves_and_are_counted_and_named(data):
     write_batch(data, make_configs(40), statuses=["ok"] * 40)
     odd = [text for text in ODD if "timm" not in text]
     run_ids = write_odd(data, odd)
@@ -306,8 +303,7 @@ def test_odd_rows_cost_themselves_and_are_counted_and_named(tmp_path):
     assert all(text.isprintable() for text in rows.left_out)
 
 
-def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(tmp_path):
-    data = tmp_path / "data"
+def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(data):
     configs = make_configs(50)
     write_batch(data, configs[:40], statuses=["ok"] * 40)
     nan, inf = float("nan"), float("inf")
@@ -333,11 +329,11 @@ def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(tmp_
     assert any("makes no sense" in text and text.isprintable() for text in rows.left_out)
 
 
-def test_rows_of_several_gpus_are_left_out_and_named(tmp_path):
+def test_rows_of_several_gpus_are_left_out_and_named(data):
     configs = make_configs(40)
-    write_batch(tmp_path, configs)
+    write_batch(data, configs)
     several = [replace(config, parallel="ddp=2") for config in configs[:3]]
-    write_batch(tmp_path, several, job="several", statuses=["ok"] * 3)
-    rows = load_rows(tmp_path, "memory")
+    write_batch(data, several, job="several", statuses=["ok"] * 3)
+    rows = load_rows(data, "memory")
     assert len(rows) == 40 and rows.counts["unreadable"] == 3
     assert any("job on several GPUs (ddp=2)" in remark for remark in rows.remarks)

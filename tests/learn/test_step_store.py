@@ -23,11 +23,6 @@ CASES = of_configs([*MLPS, cnn.Config(batch_size=2, image_size=16, channels=3, c
 
 
 @pytest.fixture
-def data(tmp_path):
-    return tmp_path / "a'; echo foo [b]*?"
-
-
-@pytest.fixture
 def steps(data):
     """A store as a new process opens it; another store of the folder is the next process's."""
     return StepStore(data)
