@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -29,11 +29,10 @@ from learn.estimators.protocol import (
     conformal_score,
     group_score,
     held_of,
-    open_state,
+    records_of,
     to_space,
     too_few_for,
     traced_rows,
-    write_state,
 )
 from learn.estimators.tabular import cross_fit, group_folds
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
@@ -305,7 +304,7 @@ class HybridEstimator(Estimator):
 
         Rows that ran out of memory are used for memory only."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
-        rows, records = traced_rows(rows, StepStore() if steps is None else steps, LEAST_ROWS)
+        rows, records = traced_rows(rows, steps, LEAST_ROWS)
         self.target = rows.target
         self._columns = self._choose(records)
         table, base = self._table(rows.cases, records), self._base(records)
@@ -353,23 +352,20 @@ class HybridEstimator(Estimator):
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         target = self.require_fitted()
-        steps = StepStore() if steps is None else steps
-        records = [steps.record(case) for case in cases]
-        refusals = {i: record.error for i, record in enumerate(records) if record.error is not None}
-        known = [i for i in range(len(cases)) if i not in refusals]
-        n = len(cases)
+        records, refusals = records_of(cases, steps)
+        known, n = list(records), len(cases)
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
         outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
         if known:
-            known_records = [records[i] for i in known]
+            known_records = list(records.values())
             table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
             shares = np.ones(len(known))
-            for place, (i, record) in enumerate(zip(known, known_records, strict=True)):
+            for place, (i, record) in enumerate(records.items()):
                 unlike = self._familiarity.judge(cases[i], record)
                 share = self._evidence.share(unlike.axes) if target.is_memory else 1.0
                 shares[place] = min(share, self._evidence.families.get(cases[i].family, 1.0))
@@ -497,8 +493,10 @@ class HybridEstimator(Estimator):
 
     # ---- on disk
 
-    def save(self, folder: Path) -> None:
-        state = {
+    def write_fit(self, folder: Path) -> dict[str, Any]:
+        self._correction.save(folder, "correction")
+        self._scale.save(folder, "scale")
+        return {
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
             "floor": self._floor,
@@ -509,25 +507,19 @@ class HybridEstimator(Estimator):
             "familiarity": asdict(self._familiarity),
             "evidence": asdict(self._evidence),
         }
-        write_state(folder, self, state)
-        self._correction.save(folder, "correction")
-        self._scale.save(folder, "scale")
 
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        loaded, state = open_state(cls, folder)
-        loaded._columns = tuple(state["columns"])
-        loaded._knots = np.asarray(state["knots"], dtype=float)
-        loaded._floor = float(state["floor"])
-        loaded._kinds = dict(state["kinds"])
-        loaded._held = {int(kind): HeldShare(**held) for kind, held in state["held"].items()}
-        loaded._held_out_rows = int(state["held_out_rows"])
-        loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
-        loaded._familiarity = Familiarity(**state["familiarity"])
-        loaded._evidence = Evidence(**state["evidence"])
-        loaded._correction = Trees.load(folder, "correction")
-        loaded._scale = Trees.load(folder, "scale")
-        return loaded
+    def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        self._columns = tuple(state["columns"])
+        self._knots = np.asarray(state["knots"], dtype=float)
+        self._floor = float(state["floor"])
+        self._kinds = dict(state["kinds"])
+        self._held = {int(kind): HeldShare(**held) for kind, held in state["held"].items()}
+        self._held_out_rows = int(state["held_out_rows"])
+        self._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
+        self._familiarity = Familiarity(**state["familiarity"])
+        self._evidence = Evidence(**state["evidence"])
+        self._correction = Trees.load(folder, "correction")
+        self._scale = Trees.load(folder, "scale")
 
 
 def _weigh(

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -233,15 +233,25 @@ class Estimator(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
-        raise NotImplementedError
+        about = {"estimator": self.name, "target": self.require_fitted().name, "seed": self.seed}
+        (folder / "estimator.json").write_text(json.dumps({**about, **self.write_fit(folder)}, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Return the estimator that `save` wrote; it predicts the same figures."""
-        raise NotImplementedError
+        state = json.loads((folder / "estimator.json").read_text())
+        loaded = cls(state["seed"])
+        loaded.target = get_target(state["target"])
+        loaded.read_fit(folder, state)
+        return loaded
 
+    def write_fit(self, folder: Path) -> Mapping[str, Any]:
+        """Write the arrays of the fit into the folder, and return what else belongs to it, as JSON has it."""
+        return {}
 
-EstimatorT = TypeVar("EstimatorT", bound=Estimator)
+    def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Take over the fit whose arrays are in the folder, and whose other state `write_fit` returned."""
+        return None
 
 
 def default_estimator(rows: Rows) -> str:
@@ -271,20 +281,6 @@ def require_target(estimator: type[Estimator], target: str) -> None:
 def make_estimator(name: str, seed: int = 0) -> Estimator:
     """Return a new, unfitted estimator."""
     return get_estimator(name)(seed=seed)
-
-
-def write_state(folder: Path, estimator: Estimator, state: Mapping[str, Any]) -> None:
-    """Write `estimator.json`: the estimator's name, target and seed, and the further state that `load` needs."""
-    about = {"estimator": estimator.name, "target": estimator.require_fitted().name, "seed": estimator.seed}
-    (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
-
-
-def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[str, Any]]:
-    """Return an estimator of the stored target and seed, and the stored state."""
-    state = json.loads((folder / "estimator.json").read_text())
-    loaded = cls(state["seed"])
-    loaded.target = get_target(state["target"])
-    return loaded, state
 
 
 # Label <-> the space of errors. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
@@ -390,17 +386,29 @@ def require_rows(rows: Rows, least: int = 1) -> Rows:
     return exact
 
 
-def traced_rows(rows: Rows, steps: StepStore, least: int) -> tuple[Rows, list[StepRecord]]:
+def records_of(cases: Sequence[Case], steps: StepStore | None) -> tuple[dict[int, StepRecord], dict[int, str]]:
+    """Return place -> the record of each case whose step can be traced, and place -> why another's cannot. `steps` as
+    in `Estimator.predict`."""
+    steps = StepStore() if steps is None else steps
+    records, refusals = {}, {}
+    for place, case in enumerate(cases):
+        record = steps.record(case)
+        if record.error is None:
+            records[place] = record
+        else:
+            refusals[place] = record.error
+    return records, refusals
+
+
+def traced_rows(rows: Rows, steps: StepStore | None, least: int) -> tuple[Rows, list[StepRecord]]:
     """Return the rows whose step can be traced, sorted by run id, and their records. Raises `UsageError` where fewer
     than `least` of them have an exact label."""
     rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-    records = [steps.record(case) for case in rows.cases]
-    traced = np.array([record.error is None for record in records], dtype=bool)
-    exact = int((traced & ~rows.censored).sum())
-    if exact < least:
-        reasons = sorted({record.error for record in records if record.error is not None})
+    records, refusals = records_of(rows.cases, steps)
+    traced = rows.subset(list(records))
+    if (exact := len(traced.exact)) < least:
         raise UsageError(
             f"target={rows.target.name}: {exact} traced rows with an exact label to fit on, {least} are needed"
-            + "".join(f"; not traced: {reason}" for reason in reasons[:1])
+            + "".join(f"; not traced: {reason}" for reason in sorted({*refusals.values()})[:1])
         )
-    return rows.subset(traced), [record for record in records if record.error is None]
+    return traced, list(records.values())

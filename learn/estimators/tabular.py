@@ -23,11 +23,9 @@ from learn.estimators.protocol import (
     LEVEL,
     Estimator,
     ResidualPrediction,
-    open_state,
     require_rows,
     to_space,
     too_few_for,
-    write_state,
 )
 from learn.estimators.trees import Trees
 from learn.job.training_job import Case
@@ -124,20 +122,17 @@ class TabularEstimator(Estimator):
             rough[places] = self.rough_figures([cases[place] for place in places], columns)
         return rough
 
-    def save(self, folder: Path) -> None:
-        features, residuals = asdict(self.table), self._residuals.tolist()
-        write_state(folder, self, {"features": features, "residuals": residuals, "times_rough": self.times_rough})
+    def write_fit(self, folder: Path) -> dict[str, Any]:
         self.trees.save(folder, self.model_name)
+        features, residuals = asdict(self.table), self._residuals.tolist()
+        return {"features": features, "residuals": residuals, "times_rough": self.times_rough}
 
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        loaded, state = open_state(cls, folder)
+    def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
         words = {name: tuple(of_name) for name, of_name in state["features"]["words"].items()}
-        loaded.table = FeatureTable(tuple(state["features"]["columns"]), words)
-        loaded._residuals = np.asarray(state["residuals"], dtype=float)
-        loaded.times_rough = bool(state.get("times_rough"))
-        loaded.trees = Trees.load(folder, cls.model_name)
-        return loaded
+        self.table = FeatureTable(tuple(state["features"]["columns"]), words)
+        self._residuals = np.asarray(state["residuals"], dtype=float)
+        self.times_rough = bool(state.get("times_rough"))
+        self.trees = Trees.load(folder, self.model_name)
 
     def _within(self, raw: np.ndarray) -> np.ndarray:
         return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw

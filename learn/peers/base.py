@@ -12,7 +12,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -34,11 +33,9 @@ from featurize.training.training_step import AUTOCAST_DTYPES, cross_entropy, tar
 from learn.estimators.protocol import (
     Estimator,
     ResidualPrediction,
-    open_state,
     require_rows,
     require_target,
     to_space,
-    write_state,
 )
 from learn.job.traced import step_of
 from learn.job.training_job import Case, TrainingJob
@@ -186,15 +183,6 @@ class Peer(Estimator):
                 refusals[i] = str(refusal)
         centre = to_space(values, target.space)
         return ResidualPrediction(centre, np.empty(0), target.space, warnings=(self.warning,), refusals=refusals)
-
-    def save(self, folder: Path) -> None:
-        """Write the estimator's name, target and seed."""
-        write_state(folder, self, {})
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Return the estimator that `save` wrote."""
-        return open_state(cls, folder)[0]
 
 
 def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> dict[str, float]:

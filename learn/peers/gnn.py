@@ -27,12 +27,11 @@ from learn.estimators.protocol import (
     LEVEL,
     Estimator,
     ResidualPrediction,
-    open_state,
+    records_of,
     require_rows,
     to_space,
     too_few_for,
     traced_rows,
-    write_state,
 )
 from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
@@ -88,7 +87,7 @@ class GNNEstimator(Estimator):
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced. Raises `UsageError` for fewer than 10 exact labels or 2 groups."""
         require_rows(rows, least=LEAST_ROWS)
-        rows, records = traced_rows(rows.trusted, StepStore() if steps is None else steps, LEAST_ROWS)
+        rows, records = traced_rows(rows.trusted, steps, LEAST_ROWS)
         self.target = rows.target
 
         raw = [graph_of(case, record) for case, record in zip(rows.cases, records, strict=True)]
@@ -119,44 +118,33 @@ class GNNEstimator(Estimator):
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         target = self.require_fitted()
-        steps = StepStore() if steps is None else steps
-        refusals: dict[int, str] = {}
-        graphs: dict[int, Graph] = {}
-        for i, case in enumerate(cases):
-            record = steps.record(case)
-            if record.error is None:
-                graphs[i] = scaled(graph_of(case, record), self._scaling)
-            else:
-                refusals[i] = record.error
+        records, refusals = records_of(cases, steps)
         centre = np.full(len(cases), np.nan)
-        if graphs:
-            centre[list(graphs)] = self._centre(list(graphs.values()))
+        if records:
+            graphs = [scaled(graph_of(cases[i], record), self._scaling) for i, record in records.items()]
+            centre[list(records)] = self._centre(graphs)
         warnings = too_few_for(LEVEL, len(self._residuals))
         return ResidualPrediction(centre, self._residuals, target.space, warnings=warnings, refusals=refusals)
 
-    def save(self, folder: Path) -> None:
+    def write_fit(self, folder: Path) -> dict[str, Any]:
         scaling = self._scaling
         arrays: dict[str, Any] = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
         arrays |= {f"net/{name}": array for name, array in self._weights.items()}
         np.savez_compressed(folder / "gnn.npz", **arrays)
-        state = {
+        return {
             "shape": self._shape,
             "node_columns": list(scaling.node_columns),
             "scalar_columns": list(scaling.scalar_columns),
             "residuals": self._residuals.tolist(),
         }
-        write_state(folder, self, state)
 
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        loaded, state = open_state(cls, folder)
-        loaded._shape = state["shape"]
-        loaded._residuals = np.asarray(state["residuals"], dtype=float)
+    def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        self._shape = state["shape"]
+        self._residuals = np.asarray(state["residuals"], dtype=float)
         with np.load(folder / "gnn.npz", allow_pickle=False) as arrays:
             names = tuple(state["node_columns"]), tuple(state["scalar_columns"])
-            loaded._scaling = Scaling(*names, arrays["node_scaling"], arrays["scalar_scaling"])
-            loaded._weights = {n.removeprefix("net/"): arrays[n] for n in arrays.files if n.startswith("net/")}
-        return loaded
+            self._scaling = Scaling(*names, arrays["node_scaling"], arrays["scalar_scaling"])
+            self._weights = {n.removeprefix("net/"): arrays[n] for n in arrays.files if n.startswith("net/")}
 
     def _centre(self, graphs: Sequence[Graph]) -> np.ndarray:
         with quiet_torch(0):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -42,11 +42,9 @@ from learn.estimators.protocol import (
     Prediction,
     class_masses,
     conformal_rank,
-    open_state,
     require_rows,
     require_target,
     too_few_for,
-    write_state,
 )
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
@@ -201,7 +199,7 @@ class GPUMemNetEstimator(Estimator):
         scores = [ensemble.scores for ensemble in self._ensembles.values()]
         return BinnedPrediction(edges, mass, share, scores, kind, warnings=tuple(warnings), refusals=refusals)
 
-    def save(self, folder: Path) -> None:
+    def write_fit(self, folder: Path) -> dict[str, Any]:
         arrays: dict[str, Any] = {
             f"{family}/{member}/{name}": array
             for family, ensemble in self._ensembles.items()
@@ -209,7 +207,7 @@ class GPUMemNetEstimator(Estimator):
             for name, array in weights.items()
         }
         np.savez_compressed(folder / "weights.npz", **arrays)
-        state = {
+        return {
             "families": {
                 family: {
                     "members": len(ensemble.weights),
@@ -218,14 +216,11 @@ class GPUMemNetEstimator(Estimator):
                 for family, ensemble in self._ensembles.items()
             },
         }
-        write_state(folder, self, state)
 
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        loaded, state = open_state(cls, folder)
+    def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
             arrays = dict(stored)
-        loaded._ensembles = {}
+        self._ensembles = {}
         for family, parts in state["families"].items():
             prefixes = [f"{family}/{member}/" for member in range(parts.pop("members"))]
             weights = [
@@ -233,8 +228,7 @@ class GPUMemNetEstimator(Estimator):
                 for prefix in prefixes
             ]
             parts = {part: np.asarray(values, dtype=float) for part, values in parts.items()}
-            loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
-        return loaded
+            self._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
 
     def _probabilities(self, ensemble: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
         """Return (n, k) probabilities, the mean over the ensemble's members, numbered from `first`."""
