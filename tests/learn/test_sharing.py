@@ -292,7 +292,8 @@ def test_a_damaged_artifact_is_named_and_an_older_one_answers(pairs_folder, caps
     assert "the packaged figures answer" in capsys.readouterr().err
 
 
-def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, capsys):
+def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("learn.sharing.slowdowns._STEPS", 5)
     out = tmp_path / "figures.json"
     settings = BenchmarkSettings(target="slowdown", data=str(pairs_folder), out=str(out))
     assert benchmark_command(settings) == 0
