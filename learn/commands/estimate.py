@@ -379,6 +379,13 @@ class EstimateSettings(ModelKeys):
             print_table(title, answer, past, all_notes=self.notes == ALL)
 
 
+def _refuse(settings: EstimateSettings, names: Iterable[str], why: str) -> None:
+    """Raise `UsageError` for those of these keys that were given."""
+    usual = EstimateSettings()
+    if given := [name for name in names if getattr(settings, name) != getattr(usual, name)]:
+        raise UsageError(f"{why}; leave {', '.join(given)} out")
+
+
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, here or by a service, and print it. Returns the exit code."""
     if settings.server is not None:
@@ -446,8 +453,7 @@ def entry(settings: EstimateSettings) -> int:
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
     single = ("allocator", "report", "snapshot", "parallel", "power_limit_w")
-    if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
-        raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
+    _refuse(settings, (*SETTINGS, *single), "configs= has one job a line, each with its own settings")
     if settings.format != "json":
         raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")
     configs = []
@@ -474,14 +480,20 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 def config_mapping(value: Any) -> Mapping[str, Any]:
     """Return a config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, and endless brackets
-            raise UsageError(f"config is neither a mapping nor JSON: {error}") from error
+    value = _parse_json("config", value)
     if not isinstance(value, Mapping):
         raise UsageError(f"config is a mapping, as in config='{{family: cnn, ...}}', got {value!r}")
     return value
+
+
+def _parse_json(name: str, value: Any) -> Any:
+    """Return the content of a key that may be given as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, and endless brackets
+        raise UsageError(f"{name} is neither a mapping nor JSON: {error}") from error
 
 
 _WIDTH_WITH_ENERGY, _COLUMNS = 90, 7  # characters; columns of a table that is less wide
@@ -602,6 +614,9 @@ _OF_OTHER_JOBS = (
     "run",
     "server",
     *SETTINGS,
+    "trust",
+    "devices",
+    "input_dtype",
 )
 
 
@@ -609,11 +624,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
     from learn.script.estimating import estimate_script
 
-    given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
-    given += [name for name in ("trust", "devices") if getattr(settings, name)]
-    given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
-    if given:
-        raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    _refuse(settings, _OF_OTHER_JOBS, "a script says itself what it trains")
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     open_data(settings.data)
@@ -650,6 +661,8 @@ _HERE = (
     "snapshot",
     "data",
     "memory_limit_gib",
+    "trust",
+    "devices",
 )
 _SAME = ("coverage", "machine", "loop", "allocator", "workspaces")
 
@@ -658,10 +671,7 @@ def entry_of_server(settings: EstimateSettings) -> int:
     """Ask the service for one estimate and print it. Returns the exit code."""
     from learn.client import Client
 
-    given = [name for name in _HERE if getattr(settings, name) is not None]
-    given += [name for name in ("trust", "devices") if getattr(settings, name)]
-    if given:
-        raise UsageError(f"server= answers for model= and config=; leave {', '.join(given)} out")
+    _refuse(settings, _HERE, "server= answers for model= and config=")
     settings.require_one_job()
     body = request_of(settings)
     title = settings.model or f"{body['config'].get('family')}, batch {body['config'].get('batch_size')}"
@@ -682,16 +692,9 @@ def request_of(settings: EstimateSettings) -> dict[str, Any]:
         layout = settings.parallel
         body["parallel"] = layout if isinstance(layout, str | Mapping) else layout.text()
     if settings.config is not None:
-        if training:
-            raise UsageError(f"a trial config has its own training settings; leave {', '.join(training)} out")
+        _refuse(settings, SETTINGS, "a trial config has its own training settings")
         return {**body, "config": dict(config_mapping(settings.config))}
-    arguments = settings.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise UsageError(f"arguments is neither a mapping nor JSON: {error}") from error
-    of_model = {"arguments": arguments, "batch_size": settings.batch}
+    of_model = {"arguments": _parse_json("arguments", settings.arguments), "batch_size": settings.batch}
     if settings.input_dtype != DEFAULT_DTYPE:
         of_model["input_dtype"] = settings.input_dtype
     given = {name: value for name, value in of_model.items() if value is not None}

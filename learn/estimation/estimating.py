@@ -381,7 +381,7 @@ def largest_batch(
         card_mib = (
             needed_mib(estimate, by) if by == POINT or estimate.least_card_mib is None else estimate.least_card_mib
         )
-        return card_mib + spec.memory_mib - _limit_mib(estimate, spec)
+        return card_mib + spec.memory_mib - estimate.allowed_mib
 
     start = max(given // unit, 1)
     batch = largest_fitting(card_needed_mib, spec.memory_mib, start, max(MOST_SAMPLES // unit, 1)) * unit
@@ -464,7 +464,7 @@ def devices_that_fit(
             problem = first_line(outcome)
             fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
         elif isinstance(outcome, Estimate):
-            room_mib = _limit_mib(outcome, spec) - needed_mib(outcome, by)
+            room_mib = outcome.allowed_mib - needed_mib(outcome, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=outcome))
     if problems and len(problems) == len(fits):
         raise problems[0]
@@ -474,10 +474,6 @@ def devices_that_fit(
 def needed_mib(estimate: Estimate, by: str) -> float:
     """Return the MiB that must fit: the bound, if there is one, or the point."""
     return estimate.peak_memory_mib if by == POINT else estimate.needed_mib
-
-
-def _limit_mib(estimate: Estimate, spec: DeviceSpec) -> float:
-    return spec.memory_mib if estimate.limit_mib is None else estimate.limit_mib
 
 
 def _require_by(by: str) -> None:

@@ -8,6 +8,7 @@ measured one. Replayed tensors are known exactly and widen nothing.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -286,6 +287,12 @@ class Memory:
     def needed_mib(self) -> float:
         """MiB that have to fit: the bound, or the point where no bound is calibrated."""
         return self.peak_memory_mib if self.upper_mib is None else self.upper_mib
+
+    @property
+    def allowed_mib(self) -> float:
+        """MiB that the job may take of the card; infinite where neither the card nor a limit is known."""
+        limits = [mib for mib in (self.limit_mib, self.device_memory_mib) if mib is not None]
+        return min(limits, default=math.inf)
 
     def fits(self, mib: float) -> bool:
         """Return whether the job fits into that much free memory, and into its allocator's share of the card.

@@ -203,10 +203,13 @@ def move_by_runs(
     assert estimate.card_mib is not None and estimate.reserved_mib is not None, "the job is traced"
     if not measured:
         return estimate.with_values(notes=(*of_another_job, *estimate.notes))
-    difference_mib = _difference_at(estimate.reserved_mib, measured)
+    differences: dict[float, list[float]] = {}  # reserved MiB -> measured minus traced MiB, ascending
+    for known in measured:
+        differences.setdefault(known.reserved_mib, []).append(known.difference_mib)
+    difference_mib = _difference_at(estimate.reserved_mib, differences)
     peak_mib = max(estimate.card_mib + difference_mib, estimate.allocated_mib or 0.0)
     uncertain = replace(
-        _uncertainty(measured, estimate.reserved_mib, peak_mib, without),
+        _uncertainty(differences, estimate.reserved_mib, peak_mib, without),
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
         held=None,
     )
@@ -215,12 +218,11 @@ def move_by_runs(
         "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}",
     }
     notes = [note for note in estimate.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
-    limit_mib = estimate.device_memory_mib if estimate.limit_mib is None else estimate.limit_mib
-    if limit_mib is not None and peak_mib > limit_mib:
+    limit_mib = estimate.allowed_mib
+    if peak_mib > limit_mib:
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {estimate.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
-    card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = uncertain.bound(estimate.with_values(peak_memory_mib=peak_mib), peak_mib, coverage, card_mib)
+    by_runs = uncertain.bound(estimate.with_values(peak_memory_mib=peak_mib), peak_mib, coverage, limit_mib)
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return by_runs.with_values(
         answered_by=by,
@@ -230,13 +232,14 @@ def move_by_runs(
 
 
 def _uncertainty(
-    measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty
+    differences: Mapping[float, Sequence[float]], reserved_mib: float, peak_mib: float, without: Uncertainty
 ) -> Uncertainty:
-    """Return the uncertainty near the runs: it grows with their distance, but never exceeds the one without them."""
-    doublings = min(abs(math.log2(reserved_mib / traced_run.reserved_mib)) for traced_run in measured)
+    """Return the uncertainty near the runs, which grows with their distance. It exceeds the one without them at most by
+    the largest excess of a run over the median of its batch size: no bound lies below a run."""
+    doublings = min(abs(math.log2(reserved_mib / size_mib)) for size_mib in differences)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
     margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
-    spread_mib = _spread(measured)
+    spread_mib = max(max(of_size) - median(of_size) for of_size in differences.values())
     if margin_mib <= sum(without.causes_mib.values()):
         return replace(without, causes_mib={NEIGHBOUR: margin_mib + spread_mib})
     return replace(without, causes_mib={**without.causes_mib, NEIGHBOUR: spread_mib})
@@ -276,22 +279,9 @@ def _on_trace(run: KnownRun, traced: SimulatedStep, estimate: Estimate) -> OnTra
     )
 
 
-def _spread(measured: Sequence[OnTrace]) -> float:
-    """Return the largest excess in MiB of a run over the median of its batch size: no bound lies below a run."""
-    sizes = {traced_run.reserved_mib for traced_run in measured}
-    of_size = [
-        [traced_run.difference_mib for traced_run in measured if traced_run.reserved_mib == size] for size in sizes
-    ]
-    return max(max(differences) - median(differences) for differences in of_size)
-
-
-def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
-    """Return measured minus traced MiB at this much reserved memory; `measured` ascends in it."""
-    differences: dict[float, list[float]] = {}
-    for traced_run in measured:
-        differences.setdefault(traced_run.reserved_mib, []).append(traced_run.difference_mib)
-    sizes = sorted(differences)
-    of_size = [median(differences[size]) for size in sizes]
+def _difference_at(reserved_mib: float, differences: Mapping[float, Sequence[float]]) -> float:
+    """Return measured minus traced MiB at this much reserved memory; `differences` ascends in it."""
+    sizes, of_size = list(differences), list(map(median, differences.values()))
     if sizes[0] <= reserved_mib <= sizes[-1]:
         return float(np.interp(reserved_mib, sizes, of_size))
     nearest = 0 if reserved_mib < sizes[0] else -1

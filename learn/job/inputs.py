@@ -117,17 +117,23 @@ def samples_of(inputs: Any) -> int:
 
 def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Tensor | None]]:
     """Return `make(device)` -> the batch's inputs and target on that device."""
+    import torch
+
+    from featurize.recording.values import arguments as as_arguments
+    from featurize.recording.values import mapped
+
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     if is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping):
         inputs = (inputs,)
-    named = isinstance(inputs, Mapping)
-    makers = [_maker_of_argument(value, dtype) for value in ([inputs] if named else inputs)]
-    target_maker = None if target is None else _maker(target, torch_dtype("int64"))
+    arguments = (
+        _with_tensors(inputs, dtype) if isinstance(inputs, Mapping) else [_with_tensors(x, dtype) for x in inputs]
+    )
+    wanted = None if target is None else _tensor_of(target, torch.int64)
 
     def batch(device: str) -> tuple[Inputs, Tensor | None]:
-        arguments: Any = tuple(make(device) for make in makers)
-        return arguments[0] if named else arguments, None if target_maker is None else target_maker(device)
+        made = as_arguments(mapped(arguments, lambda given: _copy(given, device)))
+        return made, None if wanted is None else _copy(wanted, device)
 
     return batch
 
@@ -168,17 +174,16 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
     return kind
 
 
-def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
-    """Return `make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
+def _with_tensors(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Any:
+    """Return one argument with tensors on meta in place of shapes: a tensor, a list or a mapping of arguments, or a
+    plain value."""
     if isinstance(value, Mapping):
-        by_name = {str(name): _maker_of_argument(item, dtype, in_mapping=True) for name, item in value.items()}
-        return lambda device: {name: make(device) for name, make in by_name.items()}
+        return {str(name): _with_tensors(item, dtype, in_mapping=True) for name, item in value.items()}
     if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
-        makers = [_maker_of_argument(item, dtype) for item in value]
-        return lambda device: [make(device) for make in makers]
+        return [_with_tensors(item, dtype) for item in value]
     if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
-        return lambda device: value
-    return _maker(value, dtype)
+        return value
+    return _tensor_of(value, dtype)
 
 
 def holds_tensors(value: Any) -> bool:
@@ -210,40 +215,36 @@ def first_sizes(value: Any) -> Sequence[int]:
     return ()
 
 
-def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """Return `make(device)` -> the tensor on that device: a copy of a given tensor, or one of a given shape."""
+def _tensor_of(value: Any, dtype: torch.dtype) -> Tensor:
+    """Return a given tensor, or one of a given shape on meta."""
     import torch
 
-    from featurize.recording.values import remember
-
-    if is_tensor(value):
-        given = value.detach()
-
-        def make(device: str) -> Tensor:
-            copied = torch.empty_like(given, device=device)
-            if device == "meta":
-                if not given.is_meta:
-                    remember(copied, given)
-            else:
-                copied = _fill(copied) if given.is_meta else copied.copy_(given)
-            return copied.requires_grad_(value.requires_grad)
-
-        return make
+    if isinstance(value, torch.Tensor):
+        return value
     if not is_shape(value):
         is_array = hasattr(value, "__array__")  # its repr may take many lines
         given_text = f"{type(value).__name__}; torch.from_numpy makes one" if is_array else shown(value)
         raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
-    shape = check_shape(value)
-
-    def make_of_shape(device: str) -> Tensor:
-        empty = torch.empty(shape, dtype=dtype, device=device)
-        return empty if device == "meta" else _fill(empty)
-
-    return make_of_shape
+    return torch.empty(check_shape(value), dtype=dtype, device="meta")
 
 
-def _fill(tensor: Tensor) -> Tensor:
-    return tensor.normal_() if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
+def _copy(given: Tensor, device: str) -> Tensor:
+    """Return a copy on a device; of a tensor on meta, with random floats and integers of 0."""
+    import torch
+
+    from featurize.recording.values import remember
+
+    copied = torch.empty_like(given, device=device)
+    if device == "meta":
+        if not given.is_meta:
+            remember(copied, given.detach())
+    elif not given.is_meta:
+        copied.copy_(given.detach())
+    elif given.is_floating_point() or given.is_complex():
+        copied.normal_()
+    else:
+        copied.zero_()
+    return copied.requires_grad_(given.requires_grad)
 
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target

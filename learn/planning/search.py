@@ -6,7 +6,6 @@ those of two shallow copies; `featurize.recording.deeper` repeats a block's part
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -300,9 +299,9 @@ class LayoutSearch:
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
         """Return why a batch of twice the size cannot fit: it has twice the activations at the same moment."""
         estimate = self.estimates[row]
-        parts, limit_mib = estimate.breakdown, _limit_mib(estimate)
+        parts = estimate.breakdown
         least_mib = estimate.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
-        if least_mib <= limit_mib:
+        if least_mib <= estimate.allowed_mib:
             return None
         return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
 
@@ -314,7 +313,7 @@ class LayoutSearch:
         if estimate is None:
             return smaller
         held_mib = sum(estimate.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
-        room_mib = _limit_mib(estimate) - held_mib
+        room_mib = estimate.allowed_mib - held_mib
         if room_mib < 0:
             self._findings.hopeless[self._layout] = held_mib
             return None
@@ -369,8 +368,3 @@ def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
     if (stage, degrees.ep) != (other.zero.stage, other.degrees.ep) or (stage and degrees.ddp > other.degrees.ddp):
         return False
     return all(fewer <= more for fewer, more in zip(shards_of(layout), shards_of(other), strict=True))
-
-
-def _limit_mib(estimate: Estimate) -> float:
-    limits = [mib for mib in (estimate.limit_mib, estimate.device_memory_mib) if mib is not None]
-    return min(limits, default=math.inf)

@@ -251,6 +251,7 @@ for _ in range(3):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_scripts")
 @pytest.mark.parametrize(
     "device, expected",
     [
@@ -259,8 +260,7 @@ for _ in range(3):
         ("T4", (False, "12.8", "", 32, (7, 5), ["sm_75"], False)),
     ],
 )
-def test_a_script_sees_what_pytorch_reports_of_the_gpu(device, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_script_sees_what_pytorch_reports_of_the_gpu(device, expected, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(expected=expected))
     done = estimate_script(["python", "train.py"], device=device, estimator="trace")
     assert done.parameters == 64 * 8 + 8

@@ -180,8 +180,10 @@ def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
     assert plain.answered_by["smact"] == plain.answered_by["smocc"] == "hybrid (default)"
 
 
-def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer):
+def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer, refused):
     done = answer("run=job-000001", f"data={data}")
+    assert (done["run"]["status"], done["run"]["source"]) == ("ok", "simulated")
+    assert "no run 'job-999999'" in refused("run=job-999999", f"data={data}")
     assert done["run"]["loop"] == RESIDENT and {done["loops"][target] for target in TARGETS} == {RESIDENT}
     for name in UTILIZATION:
         assert done[name] == pytest.approx(done["run"][name])
@@ -206,8 +208,8 @@ def lines(shown, monkeypatch):
 
 
 def test_a_run_shows_its_difference_unless_the_same_trace_simulated_it(data, tmp_path, lines):
-    _, line_of = lines("run=job-000001", f"data={data}")
-    assert "same trace" in line_of("│ step time ")
+    head, line_of = lines("run=job-000001", f"data={data}")
+    assert "same trace" in line_of("│ step time ") and {"difference", "simulated"} <= set(re.findall(r"\w+", head))
     labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
     write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
     text, line_of = lines("run=job-000000", f"data={tmp_path / 'd'}")

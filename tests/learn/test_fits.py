@@ -146,6 +146,16 @@ def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
         (lambda: devices_that_fit(net, [16, 256], report="page.html"), "report: of one estimate only"),
         (lambda: largest_batch(net, [16, 256], machin="eager"), "unknown keyword 'machin'"),
         (lambda: largest_batch(net), "a module needs inputs"),
+        (lambda: ask(batches=[]), "got none"),
+        (lambda: ask(batches="64"), "got str"),
+        (lambda: ask(batches=[64, 128]), "needs inputs="),
+        (lambda: ask(batches={64: 0.5}), "needs inputs="),
+        (lambda: ask(inputs=[8, 64], batches=[0]), "must be >= 1, got 0"),
+        (lambda: ask(inputs=[8, 64], batches={64: -1}), "share of length 64"),
+        (lambda: ask(inputs=[8, 64], batches={"input_ids": [8, 64]}), "'input_ids' is not a length"),
+        (lambda: ask(inputs=[8, 64], batches=[[8, 64], [8, 128]]), "leave inputs out"),
+        (lambda: ask(inputs=[8], batches=[64, 128]), "a second dimension"),
+        (lambda: ask(batches=[[8, 64], [8, 0]]), "input sizes must be >= 1"),
         (
             lambda: largest_batch(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), [2, 8], device=card(300)),
             "a batch of 1: .*Expected more than 1 value per channel",
@@ -280,27 +290,6 @@ def test_the_largest_batch_of_a_mix_is_exact_and_devices_are_answered_as_alone()
             assert done.fits_device is fits and done.upper_mib == found.tried[batch]
     [one] = devices_that_fit(tokens, [8, 64], batches=[512, 1024], devices=["RTX-4090"], **options)
     assert one.estimate.peak_memory_mib == ask([8, 64], batches=[512, 1024], device="RTX-4090").peak_memory_mib
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"batches": []}, "got none"),
-        ({"batches": "64"}, "got str"),
-        ({"batches": [64, 128]}, "needs inputs="),
-        ({"batches": {64: 0.5}}, "needs inputs="),
-        ({"inputs": [8, 64], "batches": [0]}, "must be >= 1, got 0"),
-        ({"inputs": [8, 64], "batches": {64: -1}}, "share of length 64"),
-        ({"inputs": [8, 64], "batches": {"input_ids": [8, 64]}}, "'input_ids' is not a length"),
-        ({"inputs": [8, 64], "batches": [[8, 64], [8, 128]]}, "leave inputs out"),
-        ({"inputs": [8], "batches": [64, 128]}, "a second dimension"),
-        ({"batches": [[8, 64], [8, 0]]}, "input sizes must be >= 1"),
-    ],
-    ids=str,
-)
-def test_wrong_batches_are_named(given, message):
-    with pytest.raises(UsageError, match=message):
-        ask(**given)
 
 
 def test_batches_on_the_command_line(answer, refused):

@@ -296,17 +296,6 @@ def test_what_a_model_prints_does_not_mix_with_the_json(factories, capsys):
     assert json.loads(said.out)["parameters"] == 314 and said.err == "building\n"
 
 
-def test_command_shows_a_past_run_beside_its_estimate(answer, shown, refused, data):
-    folder = f"data={json.dumps(str(data))}"
-    beside = answer("run=job-000003", folder)
-    assert beside["run"]["status"] == "ok" and beside["run"]["source"] == "simulated"
-    assert beside["run"]["peak_memory_mib"] == pytest.approx(beside["peak_memory_mib"], rel=0.5)
-    said = shown("run=job-000003", folder)
-    assert "difference" in said and "simulated" in said
-    assert "no run 'job-999999'" in refused("run=job-999999", folder)
-    assert "known=runs cannot be combined with run=" in refused("run=job-000003", "known=runs")
-
-
 def test_a_model_that_cannot_be_traced_names_operator_and_module_and_who_may_still_answer():
     def nested():
         return nn.Sequential(nn.Linear(64, 64), peeking())

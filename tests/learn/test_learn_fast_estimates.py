@@ -199,6 +199,14 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
             "leave workspaces, known out",
         ),
         (lambda: estimate_many([CONFIG], method="fast", coverage=0.9), "coverage"),
+        (
+            lambda: estimate(CONFIG, method="fast", parallel="ddp=8"),
+            "method=fast answers from a trial config alone; leave parallel out",
+        ),
+        (
+            lambda: estimate(dataclasses.replace(CONFIG, parallel="ddp=8"), method="fast"),
+            "method=fast knows one GPU, and the config has parallel=ddp=8; use method=full",
+        ),
         (lambda: estimate_many([CONFIG], snapshot="a.pickle"), "snapshot: of one estimate only"),
         (lambda: estimate_many([], estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
         (lambda: estimate_many([CONFIG], estimator=["trace"]), "unknown estimator .*; known: .*trace"),

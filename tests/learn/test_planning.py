@@ -168,6 +168,10 @@ def test_blocks_that_repeat_are_traced_once(all_modes):
         ({"parallel": {"tp": 4}}, "plan chooses the degrees: leave tp out"),
         ({"parallel": "color=red"}, "unknown 'color'"),
         ({"parallel": 8}, "parallel is text or a mapping"),
+        ({"parallel": "micro_batches=8"}, "plan chooses micro_batches"),
+        ({"modes": ["zp"]}, "unknown mode of a plan 'zp'; known: cp, ddp, ep, fsdp, pp, tp"),
+        ({"modes": []}, r"modes must be names of modes, as in modes=\[ddp,fsdp,tp\], got \[\]"),
+        ({"modes": 3}, "modes must be names of modes, .*, got 3"),
         ({"global_batch": 0}, "global_batch must be a whole number >= 1, got 0"),
         ({"global_batch": 64, "accumulation": 4}, "global_batch decides"),
         ({"checkpointing": "some"}, "unknown checkpointing 'some'; known: full, none, selective"),
@@ -211,20 +215,6 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(all_modes):
     done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
     reasons = {row.mesh: row.why for row in done.rows if row.parallel.degrees.pp > 1 and not row.fits}
     assert "slower than the best without pp" in reasons["pp=4"] and done.best.mesh == "ddp=4"
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: meshes.check_modes(["zp"]), "mode"),
-        (lambda: meshes.check_modes([]), "mode"),
-        (lambda: meshes.check_modes(3), "mode"),
-        (lambda: meshes.layout_settings(8, "micro_batches=8"), "plan chooses micro_batches"),
-    ],
-)
-def test_wrong_modes_and_settings_are_refused(call, message):
-    with pytest.raises(UsageError, match=message):
-        call()
 
 
 @pytest.mark.needs_mode("pp")

@@ -60,6 +60,7 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_scripts")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -103,28 +104,6 @@ def test_a_script_without_two_steps_is_told_so(tmp_path, text, reason):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], "missing"),
-        ("python train.py", "a list of words"),
-        (["bash", "train.sh"], "bash does not start a script here"),
-        (["python"], "python SCRIPT.py"),
-        (["python", "-c", "print(1)"], "python SCRIPT.py"),
-        (["python", "absent.py"], "absent.py: there is no such file"),
-    ],
-)
-def test_a_command_that_starts_no_script_is_refused(command, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=message):
-        estimate_script(command)
-
-
-def test_an_estimator_that_needs_a_module_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="trace, hybrid, gnn, got estimator='xmem'"):
-        estimate_script(write_script(tmp_path, LOOP), estimator="xmem")
-
-
 def run_of_script(*argv):
     return cli.run("estimate", lambda settings: entry_of_script(settings, ["python", "train.py"]), list(argv))
 
@@ -135,8 +114,8 @@ def test_keys_of_other_jobs_are_refused_beside_a_script(refused):
 
 
 @pytest.mark.slow
-def test_side_effects_are_kept_from_happening_and_noted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("prepared_scripts")
+def test_side_effects_are_kept_from_happening_and_noted(tmp_path):
     with socket.create_server(("127.0.0.1", 0)):
         command = write_script(
             tmp_path,
@@ -245,6 +224,7 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
     for given, message in (
         ({"known": here, "estimator": "hybrid"}, "cannot be combined with estimator=hybrid"),
         ({"known": "runs"}, "known=runs is for trial configs"),
+        ({"estimator": "xmem"}, "trace, hybrid, gnn, got estimator='xmem'"),
         ({"batch_size": 8}, "unknown keyword 'batch_size'; known: allocator, coverage"),
     ):
         with pytest.raises(UsageError, match=message):

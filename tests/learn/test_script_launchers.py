@@ -60,30 +60,26 @@ def parsed(text):
         ("python -m torch.distributed.run --nproc_per_node 2 train.py", 2, 2, "train.py", ()),
         ("python3 -m torch.distributed.launch --nproc_per_node 2 train.py", 2, 2, "train.py", ("--local-rank=0",)),
         ("python -m torch.distributed.launch --use_env --nproc_per_node 2 train.py", 2, 2, "train.py", ()),
+        (
+            "deepspeed --num_gpus 8 train.py --deepspeed ds.json",
+            8,
+            8,
+            "train.py",
+            ("--local_rank=0", "--deepspeed", "ds.json"),
+        ),
+        ("deepspeed --num_gpus=4 --num_nodes 2 --master_port 29501 train.py", 8, 4, "train.py", ("--local_rank=0",)),
+        ("deepspeed --no_local_rank --include localhost:0,1,5 train.py", 3, 3, "train.py", ()),
+        ("deepspeed -H hosts train.py", 8, 4, "train.py", ("--local_rank=0",)),
+        ("deepspeed -H hosts -i worker-2@worker-1:0,1,2,3 train.py", 8, 4, "train.py", ("--local_rank=0",)),
+        ("python -m deepspeed.launcher.runner -H hosts --num_nodes 1 train.py", 4, 4, "train.py", ("--local_rank=0",)),
     ],
 )
-def test_torchrun_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, script, arguments):
+def test_torchrun_and_deepspeed_start_as_many_ranks_as_their_options_say(command, ranks, per_node, script, arguments):
     read = parsed(command)
     assert (read.script, read.arguments, read.module) == (script, arguments, script == "mine.train")
     assert (read.nodes * read.per_node, read.per_node) == (ranks, per_node)
-
-
-@pytest.mark.parametrize(
-    ("command", "ranks", "per_node", "arguments"),
-    [
-        ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", 8, 8, ("--local_rank=0", "--deepspeed", "ds.json")),
-        ("deepspeed --num_gpus=4 --num_nodes 2 --master_port 29501 train.py", 8, 4, ("--local_rank=0",)),
-        ("deepspeed --no_local_rank --include localhost:0,1,5 train.py", 3, 3, ()),
-        ("deepspeed -H hosts train.py", 8, 4, ("--local_rank=0",)),
-        ("deepspeed -H hosts -i worker-2@worker-1:0,1,2,3 train.py", 8, 4, ("--local_rank=0",)),
-        ("python -m deepspeed.launcher.runner -H hosts --num_nodes 1 train.py", 4, 4, ("--local_rank=0",)),
-    ],
-)
-def test_deepspeed_starts_as_many_ranks_as_its_options_say(command, ranks, per_node, arguments):
-    read = parsed(command)
-    assert (read.script, read.arguments, read.module) == ("train.py", arguments, False)
-    assert (read.nodes * read.per_node, read.per_node) == (ranks, per_node)
-    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(per_node)}
+    of_node = "LOCAL_SIZE" if "deepspeed" in command else "LOCAL_WORLD_SIZE"
+    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), of_node: str(per_node)}
     assert wanted.items() <= read.variables.items()
 
 
@@ -144,6 +140,11 @@ REFUSED = [
         ("deepspeed --autotuning run --num_gpus 2 train.py", "--autotuning tries several settings"),
         ("deepspeed --colour train.py", "deepspeed: .*--colour"),
         ("srun -n 8 python train.py", "srun is not followed"),
+        ("", "a script's command is missing"),
+        ("bash train.sh", "bash does not start a script here"),
+        ("python", "python SCRIPT.py"),
+        ("python -c print(1)", "python SCRIPT.py"),
+        ("python absent.py", "absent.py: there is no such file"),
         ("env A=b", "env starts no script"),
         ("env -i python train.py", "env -i is not followed; give env NAME=VALUE"),
         *(
@@ -156,6 +157,11 @@ def test_what_a_launcher_does_not_start_is_refused(command, message):
     with pytest.raises(UsageError, match=message) as raised:
         parsed(command)
     assert "\n" not in str(raised.value)
+
+
+def test_a_command_is_a_list_of_words():
+    with pytest.raises(UsageError, match="a list of words"):
+        parse_command("python train.py")
 
 
 def test_accelerate_reads_its_own_options_and_file():

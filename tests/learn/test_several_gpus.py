@@ -159,6 +159,19 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
             {"parallel": "cp=4,cp_load_balance=false", "inputs": [8, 32], "model": lambda: nn.Linear(32, 8)},
             "it fails in operator aten::addmm of module 'Linear': RuntimeError",
         ),
+        ({"parallel": "pp=2", "compile": True}, "compile with parallel=pp is not estimated yet"),
+        ({"parallel": "pp=2", "offload_activations": True}, "offload_activations with parallel=pp"),
+        ({"parallel": "pp=4,micro_batches=3"}, "micro_batches must be at least pp .4. with schedule=1f1b, got 3"),
+        ({"parallel": "pp=2,schedule=zigzag"}, "schedule must be one of gpipe, 1f1b, interleaved, got 'zigzag'"),
+        ({"parallel": "pp=2,stages_per_rank=3"}, "stages_per_rank: of schedule=interleaved only"),
+        ({"parallel": "ddp=2,schedule=gpipe"}, "schedule: of pp only"),
+        ({"parallel": "pp=4,schedule=interleaved,micro_batches=9"}, "must divide into rounds of pp"),
+        ({"parallel": "pp=3,stage_starts=[blocks.1],gpus_per_node=3"}, "stage_starts must name 2 modules for 3 stages"),
+        ({"parallel": "pp=2,micro_batches=0"}, "micro_batches must be a whole number from 1"),
+        (
+            {"inputs": None, "batches": [INPUTS, [8, 3, 32, 32]]},
+            "batches: of jobs on one GPU only",
+        ),
         ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
 )
@@ -177,28 +190,6 @@ def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spre
         spread(model, mesh)
     with pytest.raises(UsageError, match=r"over 4 ranks already .DTensor.; give the factory .*, parallel='own=4'"):
         estimate(model, [4, 64], parallel=parallel)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: estimate(CONFIG, method="fast", parallel="ddp=8"),
-            "method=fast answers from a trial config alone; leave parallel out",
-        ),
-        (
-            lambda: estimate(replace(CONFIG, parallel="ddp=8"), method="fast"),
-            "method=fast knows one GPU, and the config has parallel=ddp=8; use method=full",
-        ),
-        (
-            lambda: estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8"),
-            "batches: of jobs on one GPU only",
-        ),
-    ],
-)
-def test_only_traced_estimates_know_several_gpus(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.needs_mode("fsdp")
@@ -373,25 +364,6 @@ def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
     assert "gradient buckets" in replicas.breakdown and "gathered parameters" in shards.breakdown
     assert set(replicas.sent_mib) == {"send", "all_reduce"}
     assert set(shards.sent_mib) == {"send", "all_gather", "reduce_scatter"}
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"compile": True}, "compile with parallel=pp is not estimated yet"),
-        ({"offload_activations": True}, "offload_activations with parallel=pp"),
-        ({"parallel": "pp=4,micro_batches=3"}, "micro_batches must be at least pp .4. with schedule=1f1b, got 3"),
-        ({"parallel": "pp=2,schedule=zigzag"}, "schedule must be one of gpipe, 1f1b, interleaved, got 'zigzag'"),
-        ({"parallel": "pp=2,stages_per_rank=3"}, "stages_per_rank: of schedule=interleaved only"),
-        ({"parallel": "ddp=2,schedule=gpipe"}, "schedule: of pp only"),
-        ({"parallel": "pp=4,schedule=interleaved,micro_batches=9"}, "must divide into rounds of pp"),
-        ({"parallel": "pp=3,stage_starts=[blocks.1],gpus_per_node=3"}, "stage_starts must name 2 modules for 3 stages"),
-        ({"parallel": "pp=2,micro_batches=0"}, "micro_batches must be a whole number from 1"),
-    ],
-)
-def test_what_a_pipeline_does_not_go_with_is_refused(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        of_stages(**{"parallel": "pp=2", **options})
 
 
 # -- DeepSpeed: what a job takes from each of its GPUs
