@@ -109,7 +109,7 @@ def fill_place(place):
     (place / "mine.csv").write_text("net,bs,mem,end\nresnet18,8,1000,ok\nresnet50,8,2000,ok\n")
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
     data = DataFolder.resolve(place / "data").create()
-    write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
+    write_batch(data, make_configs(90, seed=4), source="measured", job="measured")
     from farm.queue.jobs import Queue
     from farm.queue.queue_values import Job
 

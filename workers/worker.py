@@ -359,10 +359,7 @@ def run_group(worker: Worker, task: Task) -> RunResult:
     sharing = "mig" if worker.slots[0].mig_profile is not None else task.settings.sharing
     finished = labelled_group(
         task.run_id,
-        [
-            EndedMember(spec=spec, result=result, observed=observed, alone=known)
-            for spec, result, observed, known in zip(specs, results, records, alone, strict=True)
-        ],
+        [EndedMember(*parts) for parts in zip(results, records, alone, strict=True)],
         sharing=sharing,
     )
     first, *partners = finished

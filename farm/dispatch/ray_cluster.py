@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -26,7 +27,7 @@ from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import alive, identity
 from conf.plain_text import error_line
-from workers.telemetry.sampler import CallInThread
+from workers.telemetry.sampler import call_in_thread
 
 if TYPE_CHECKING:
     from featurize.job.layout import Parallel
@@ -229,17 +230,12 @@ class HeadWatch:
 
         The function runs in a separate thread, which is abandoned when the head is lost.
         """
-        call = CallInThread("ray-call", function)
-        call.start()
-        while call.is_alive():
-            call.join(_LOOK_EVERY_S)
-            if call.is_alive():
-                self.check()
-        if call.error is not None:
+        call = call_in_thread("ray-call", function)
+        while not wait([call], _LOOK_EVERY_S).done:
             self.check()
-            raise call.error
-        result: Result = call.answer
-        return result
+        if call.exception() is not None:
+            self.check()
+        return call.result()
 
     def started(self) -> None:
         """Record that Ray is up; from now on the main thread may be busy for longer."""

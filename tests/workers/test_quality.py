@@ -282,6 +282,12 @@ def test_a_cpu_run_has_no_reasons_of_a_gpu_and_a_simulated_one_none():
     assert (quality, reasons, columns["smact"]) == ("trusted", set(), 0.3)
 
 
+@pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])
+def test_the_cpu_peak_holds_what_the_trial_started(reported, sampled, expected):
+    samples = [("process", Sample(5, {"rss_mib": sampled}))]
+    assert verdict(samples, backend="cpu", values={"peak_memory_mib": reported})[2]["peak_memory_mib"] == expected
+
+
 @pytest.mark.parametrize("status", ["oom", "timeout", "crashed", "invalid"])
 def test_a_run_without_a_window_or_a_sample_is_judged(status):
     quality, _, columns = verdict([], status=status, warmup_ns=None, window_ns=None, window_end_ns=None, values={})

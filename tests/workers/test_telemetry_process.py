@@ -10,10 +10,8 @@ import pytest
 from recorded_nvml import Clock
 
 from conf.children.containment import TreeMemory, descendants_of, resident_bytes, tree_memory_bytes
-from workers.labels.run_labels import label_run
-from workers.telemetry.base import Sample, WatchTarget
+from workers.telemetry.base import WatchTarget
 from workers.telemetry.process import ProcessSensor
-from workers.trial.reports import Observed
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 SPAWNS = f"""
@@ -160,23 +158,3 @@ def test_what_forked_children_share_counts_once(tree):
 def test_what_children_have_of_their_own_counts_in_full(tree):
     assert tree_memory_bytes(resident_bytes(processes(tree))) > 3 * SIZE
     assert TreeMemory().beyond(processes(tree), 2.5 * SIZE) is not None
-
-
-@pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])
-def test_the_cpu_peak_holds_what_the_trial_started(reported, sampled, expected):
-    columns, _ = label_run(course(reported, sampled))
-    assert columns["peak_memory_mib"] == expected
-
-
-def course(reported, sampled):
-    return Observed(
-        samples=[("process", Sample(5, {"rss_mib": sampled}))],
-        values={"peak_memory_mib": reported},
-        status="ok",
-        oom_kind=None,
-        backend="cpu",
-        t0_ns=0,
-        warmup_ns=None,
-        window_ns=None,
-        window_end_ns=None,
-    )

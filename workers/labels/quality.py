@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import operator
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,12 +145,12 @@ def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) ->
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
     """Return the number of samples in the window by quality, as the run's columns `samples_measured` and so on."""
-    counts = dict.fromkeys(SAMPLE_QUALITIES, 0)
-    if window_ns is not None:
-        for _, sample in samples:
-            if sample.t_ns >= window_ns and (window_end_ns is None or sample.t_ns <= window_end_ns):
-                counts[sample.quality] += 1
-    return {f"samples_{quality}": count for quality, count in counts.items()}
+    counts = Counter(
+        sample.quality
+        for _, sample in samples
+        if window_ns is not None and window_ns <= sample.t_ns <= (window_end_ns or math.inf)
+    )
+    return {f"samples_{quality}": counts[quality] for quality in SAMPLE_QUALITIES}
 
 
 def _usage(by_sensor: Mapping[str, list[Sample]]) -> list[Sample]:

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from featurize.configs.trial import TrialConfig, config_hash
 from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA, Run
 from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
-from workers.task import RunResult, Task
+from workers.task import RunResult
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
 from workers.trial.reports import Observed
 from workers.trial.server_client import failed_rank
@@ -248,11 +247,10 @@ def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"quality": quality, "quality_reasons": reasons or None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EndedMember:
     """An ended member of a group, and its run alone; None: it did not run alone."""
 
-    spec: Task
     result: RunResult
     observed: Observed
     alone: Run | None
@@ -286,8 +284,8 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
             "group_size": len(members),
             "sharing": sharing,
             "devices": 1,
-            "model": model_of(member.spec.config),
-            "name": config_hash(member.spec.config),
+            "model": _model_of(run),
+            "name": run.config_hash,
             **({} if alone is None else {column: getattr(alone, name) for column, name in _ALONE.items()}),
             **_figures_beside(members, place, ended),
             **joint,
@@ -301,10 +299,10 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
     return results
 
 
-def model_of(config: TrialConfig) -> str:
+def _model_of(run: Run) -> str:
     """Return the name by which a member's model is held out: its library's name, else its family."""
-    name = getattr(config, "model", None)
-    return name if isinstance(name, str) else config.family
+    name = (run.config or {}).get("model")
+    return name if isinstance(name, str) else run.family
 
 
 def _how_ended(members: Sequence[EndedMember], place: int) -> str:

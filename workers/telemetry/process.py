@@ -31,7 +31,7 @@ class ProcessSensor(Sensor):
     def __init__(self, target: WatchTarget, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._memory = TreeMemory()
-        self._root: int | None = target.pid
+        self._root = target.pid
         try:
             self._processes = {target.pid: psutil.Process(target.pid)}
         except psutil.Error as error:
@@ -39,13 +39,11 @@ class ProcessSensor(Sensor):
         self._scanned_ns = -_SCAN_PERIOD_NS
         self._cpu_ns = clock_ns()  # when the CPU times below were read
         # (pid, start time) -> CPU seconds, reaped children included
-        self._cpu_s = self._read(target.pid, self._cpu_ns)[0]
+        self._cpu_s = self._read(self._cpu_ns)[0]
 
     def sample(self) -> list[Sample]:
-        if self._root is None:
-            raise SensorUnavailable("the process sensor was closed")
         t_ns = self._clock_ns()
-        cpu_s, resident = self._read(self._root, t_ns)
+        cpu_s, resident = self._read(t_ns)
         if not resident:
             return []
         values = {"rss_mib": self._memory.bytes(resident, t_ns) / _BYTES_PER_MIB}
@@ -66,7 +64,7 @@ class ProcessSensor(Sensor):
             return max(used, 0.0)
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
-    def _read(self, root: int, now_ns: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
+    def _read(self, now_ns: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
         """Return the CPU seconds by process, zombies included, and the resident bytes by id of living processes.
 
         Both are empty once the root has ended.
@@ -74,7 +72,7 @@ class ProcessSensor(Sensor):
         known, self._processes = self._processes, {}
         pids = list(known)
         if lists_children() or now_ns - self._scanned_ns >= _SCAN_PERIOD_NS:
-            pids, self._scanned_ns = [root, *descendants_of(root)], now_ns
+            pids, self._scanned_ns = [self._root, *descendants_of(self._root)], now_ns
         cpu_s, resident = {}, {}
         for pid in pids:
             with contextlib.suppress(psutil.Error):  # the process has ended since the tree was read
@@ -86,7 +84,4 @@ class ProcessSensor(Sensor):
                 cpu_s[key] = times.user + times.system + times.children_user + times.children_system
                 if memory:
                     resident[pid] = memory
-        return (cpu_s, resident) if root in resident else ({}, {})
-
-    def close(self) -> None:
-        self._root = None
+        return (cpu_s, resident) if self._root in resident else ({}, {})

@@ -13,6 +13,7 @@ import pkgutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_hanging: dict[str, CallInThread] = {}  # name -> the call that has not returned
+_hanging: dict[str, Future[Any]] = {}  # name -> the call that has not returned
 _log = logging.getLogger(__name__)
 # source -> its sensor
 SENSORS = {
@@ -40,22 +41,18 @@ _START_S = 5.0  # time to open a sensor's driver or exporter
 _READ_ON_S = 1.0  # longest wait for a source that lags
 
 
-class CallInThread(threading.Thread):
-    """A thread that makes one call. A call that never returns does not keep the process from ending."""
+def call_in_thread(name: str, function: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
+    """Start a call in a thread of its own. A call that never returns does not keep the process from ending."""
+    call: Future[Answer] = Future()
 
-    def __init__(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
-        super().__init__(name=name, daemon=True)
-        self._call, self._arguments = function, arguments
-        self.answer: Any = None
-        self.error: BaseException | None = None
-        self.is_back = False
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self.answer = self._call(*self._arguments)
-        except BaseException as raised:
-            self.error = raised
-        self.is_back = True
+            call.set_result(function(*arguments))
+        except BaseException as error:
+            call.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return call
 
 
 def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
@@ -64,18 +61,13 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
     A call that hangs in a driver cannot be ended. Its thread stays, and other calls with the same name fail at once
     until it returns.
     """
-    if (earlier := _hanging.get(name)) is not None and earlier.is_alive():
+    if (earlier := _hanging.get(name)) is not None and not earlier.done():
         raise SensorUnavailable(f"{name} has not returned from an earlier call")
-    call = CallInThread("telemetry-call", function, *arguments)
-    call.start()
-    call.join(timeout_s)
-    if not call.is_back:
+    call = call_in_thread("telemetry-call", function, *arguments)
+    if not wait([call], timeout_s).done:
         _hanging[name] = call
         raise SensorUnavailable(f"{name} does not answer within {timeout_s:g} s")
-    if call.error is not None:
-        raise call.error
-    answer: Answer = call.answer
-    return answer
+    return call.result()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class RunningTrial:
     child: Child
     channel: socket.socket
     memory_limit_mib: float
-    reader: ReportReader = field(default_factory=ReportReader)
+    reader: ReportReader
     leave_by_ns: int | None = None  # monotonic time at which a trial that still runs is killed
 
     @property
@@ -153,9 +153,7 @@ class TrialServer(ChildServer):
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
         super().__init__([python, "-m", "workers.trial.trial_server"], variables, keeps_output=True)
 
-    def start_trial(
-        self, trial: dict[str, Any], reader: ReportReader | None = None, memory_limit_mib: float = float("inf")
-    ) -> RunningTrial:
+    def start_trial(self, trial: dict[str, Any], reader: ReportReader, memory_limit_mib: float) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
         With `trial["ahead"]` the child prepares and waits for `tell("go")`. It is ended when it takes more than
@@ -174,7 +172,7 @@ class TrialServer(ChildServer):
         except BaseException:
             ours.close()
             raise
-        return RunningTrial(self, child, ours, memory_limit_mib, reader or ReportReader())
+        return RunningTrial(self, child, ours, memory_limit_mib, reader)
 
 
 class MpsUnavailable(RuntimeError):
