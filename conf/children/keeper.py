@@ -105,6 +105,7 @@ class ChildOutput:
 
 
 TIME, MEMORY = "time", "memory"
+RUN_PROGRAM = "conf.children.keeper:run_program"  # runs a Python file with its arguments
 
 
 def receive(source: socket.socket, most_bytes: int) -> bytes:

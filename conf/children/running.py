@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended, receive
 from conf.errors import EnvironmentProblem
@@ -73,7 +73,7 @@ class Child:
 
 
 class ChildServer:
-    """One server process. Several threads may start children. `close` ends everything.
+    """One server process; a context manager. Several threads may start children. `close` ends everything.
 
     Args:
         command: Starts the server; the descriptor of its control socket is added.
@@ -107,11 +107,22 @@ class ChildServer:
         if self._output is not None:
             self._output.close_writer()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def pid(self) -> int:
         """Return the server's process id; waits until the server is ready."""
         self.hello()
         return self._process.pid
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that it made for its caller; waits until the server is ready."""
+        return Path(self.hello()["folder"])
 
     def lives(self) -> bool:
         """Return whether the process still runs."""
@@ -254,65 +265,11 @@ class ChildServer:
         return message
 
 
-class ChildRunner:
-    """Runs a Python program or a function that may use a temporary folder; a context manager.
-
-    At its end, or whenever this process ends, all started processes are ended and the folder is deleted.
-
-    Args:
-        environment: The child's environment; None: this process's.
-    """
-
-    folder: Path
-
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = environment
-
-    def __enter__(self) -> ChildRunner:
-        self._server = local_server("", self._environment, folder_base=tempfile.gettempdir())
-        try:
-            self.folder = Path(self._server.hello()["folder"])
-        except BaseException:
-            self._server.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.close()
-
-    def run(
-        self,
-        arguments: Any,
-        *,
-        function: str = "conf.children.keeper:run_program",
-        time_limit_s: float,
-        memory_limit_bytes: float,
-        shows_output: bool = False,
-    ) -> Ended:
-        """Run a program, or call a function, and end all that it started. Raises `ServerLost`.
-
-        Args:
-            arguments: For a program, the path of a Python file and its arguments; for another function, a JSON value.
-            function: `module:function`.
-            time_limit_s: Seconds after which it is ended.
-            memory_limit_bytes: Memory of all of its processes beyond which they are ended.
-            shows_output: Whether its output goes to standard error rather than into the result.
-        """
-        child = self._server.start(
-            function,
-            arguments,
-            time_limit_s=time_limit_s,
-            memory_limit_bytes=memory_limit_bytes,
-            keeps_output=not shows_output,
-        )
-        return child.wait()
-
-
 def local_server(
     prepare: str,
     environment: Mapping[str, str] | None = None,
     *,
-    folder_base: str = "",
+    has_folder: bool = False,
     python: str | Path = sys.executable,
     code: Path = _ROOT,
 ) -> ChildServer:
@@ -321,8 +278,9 @@ def local_server(
     Args:
         prepare: `module:function` that imports modules for children; empty for none.
         environment: Environment of the server and its children; None: this process's.
-        folder_base: Where to make a folder that lives as long as the server; empty for none.
+        has_folder: Whether it makes a folder for its caller, which lives as long as the server.
         python: The Python that runs it.
         code: Folder of this project's packages; other packages there would hide those of `python`.
     """
+    folder_base = tempfile.gettempdir() if has_folder else ""
     return ChildServer([str(python), str(code / "conf/children/__main__.py"), prepare, folder_base], environment)

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
+from conf.children.running import local_server
 from conf.errors import UsageError, shown, unknown_name
 from conf.plain_text import one_line
 from featurize.job.layout import Parallel, named_settings, names_network_only
@@ -161,22 +161,25 @@ def _record(
     began_ns = time.time_ns()
     if memory_limit_gib is None:
         memory_limit_gib = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    with ChildRunner(command.environment) as child:
-        request_path = child.folder / "request.json"
+    with local_server("", command.environment, has_folder=True) as server:
+        folder = server.folder
+        request_path = folder / "request.json"
         request = {
             "command": asdict(replace(command, environment={})),
             "device": spec.to_mapping(),
-            "folder": str(child.folder),
+            "folder": str(folder),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
-        ended = child.run(
+        child = server.start(
+            RUN_PROGRAM,
             [str(Path(__file__).with_name("child.py")), str(request_path)],
             time_limit_s=time_limit_s,
             memory_limit_bytes=int(memory_limit_gib * 2**30),
-            shows_output=show_output,
+            keeps_output=not show_output,
         )
+        ended = child.wait()
         try:
-            record = read_record(child.folder)
+            record = read_record(folder)
         except BadRecord as error:
             raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
         if record is None:

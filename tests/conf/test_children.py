@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from conf.children import containment, running
-from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner, ChildServer, ServerLost
+from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
+from conf.children.running import ChildServer, ServerLost, local_server
 from conf.errors import EnvironmentProblem
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
 
@@ -35,9 +35,9 @@ os.read(ready, 1)
 """
 CALLER = """
 import sys
-from conf.children.running import ChildRunner
-with ChildRunner() as child:
-    child.run(sys.argv[1:], time_limit_s=60, memory_limit_bytes=2**32)
+from conf.children.running import local_server
+with local_server("", has_folder=True) as server:
+    server.start("conf.children.keeper:run_program", sys.argv[1:], time_limit_s=60, memory_limit_bytes=2**32).wait()
 """
 
 
@@ -53,11 +53,11 @@ def base(tmp_path, monkeypatch):
 
 
 def run(code, *arguments, environment=None, time_limit_s=60.0, memory_limit_bytes=4 * GIB):
-    with ChildRunner(environment) as child:
-        program = child.folder / "program.py"
+    with local_server("", environment, has_folder=True) as server:
+        program = server.folder / "program.py"
         program.write_text(code)
         limits = {"time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes}
-        return child.run([str(program), *map(str, arguments)], **limits)
+        return server.start(RUN_PROGRAM, [str(program), *map(str, arguments)], **limits).wait()
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_what_a_child_prints_fills_neither_memory_nor_disk(base):
 
 def test_a_folder_that_may_not_be_written_to_is_deleted_and_a_link_is_not_followed(base, tmp_path):
     (tmp_path / "kept").mkdir()
-    with ChildRunner() as child:
-        (child.folder / "inner" / "deep").mkdir(parents=True)
-        (child.folder / "link").symlink_to(tmp_path / "kept")
-        (child.folder / "inner" / "deep" / "file").touch()
-        (child.folder / "inner").chmod(0o500)
+    with local_server("", has_folder=True) as server:
+        (server.folder / "inner" / "deep").mkdir(parents=True)
+        (server.folder / "link").symlink_to(tmp_path / "kept")
+        (server.folder / "inner" / "deep" / "file").touch()
+        (server.folder / "inner").chmod(0o500)
     assert (tmp_path / "kept").exists()
 
 
@@ -132,12 +132,12 @@ def test_a_caller_that_is_killed_ends_the_server_although_a_fork_of_it_lives_on(
     note = tmp_path / "pids"
     code = f"""
 import os, sys
-from conf.children.running import ChildRunner
-with ChildRunner() as child:
+from conf.children.running import local_server
+with local_server("", has_folder=True) as server:
     forked = os.fork()
     if forked:
         with open(sys.argv[1], "w") as note:
-            note.write(f"{{child._server.pid}} {{forked}}")
+            note.write(f"{{server.pid}} {{forked}}")
     {WAIT.replace("; ", chr(10) + "    ")}
 """
     caller = subprocess.Popen([sys.executable, "-c", code, str(note)])
@@ -162,14 +162,14 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("end", "code"), [(4, 4), (2**40, 0), ("why", 1)])
 def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
-    with contextlib.closing(running.local_server("")) as server:
+    with contextlib.closing(local_server("")) as server:
         ended = server.start("sys:exit", end).wait()
     assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
 
 
 def test_a_process_forked_from_the_caller_does_not_keep_the_server(base):
-    with ChildRunner() as child:
-        folder = child.folder
+    with local_server("", has_folder=True) as server:
+        folder = server.folder
         ready, go = os.pipe()
         forked = os.fork()
         if not forked:
@@ -185,7 +185,7 @@ def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
         "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
         "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
     )
-    with contextlib.closing(running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
+    with contextlib.closing(local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
         written, ended = server.ask("answering:early", None, b"question")
     assert (written, ended.code) == (b"done", 0)
 
@@ -193,7 +193,7 @@ def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
 def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import signal\n\ndef prepare():\n    signal.pause()\n")
     monkeypatch.setattr(running, "_CLOSE_TIMEOUT_S", 2 * PATIENCE_S)
-    server = running.local_server("endless:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    server = local_server("endless:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)})
     with ThreadPoolExecutor(1) as threads:
         hello = threads.submit(server.hello)
         await_(hello.running, "the other thread")

@@ -77,5 +77,5 @@ def server_of_scripts():
 @pytest.fixture
 def prepared_scripts(server_of_scripts, tmp_path, monkeypatch):
     """Scripts run in an empty folder, in forks of one process that has their imports."""
-    monkeypatch.setattr("learn.script.estimating.ChildRunner", functools.partial(PreparedRunner, server_of_scripts))
+    monkeypatch.setattr("learn.script.estimating.local_server", functools.partial(PreparedRunner, server_of_scripts))
     monkeypatch.chdir(tmp_path)

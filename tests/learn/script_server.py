@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import run_program
-from conf.children.running import ChildServer, Ended, local_server
+from conf.children.running import Child, ChildServer, local_server
 
 
 def prepare() -> None:
@@ -27,9 +27,9 @@ def script_server() -> ChildServer:
 
 
 class PreparedRunner:
-    """Runs a script's process as `conf.children.running.ChildRunner` does, but for the start of a new Python."""
+    """Runs a script's process as a `ChildServer` of its own does, but for the start of a new Python."""
 
-    def __init__(self, server: ChildServer, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, server: ChildServer, _: str, environment: dict[str, str] | None, *, has_folder: bool) -> None:
         self._server, self._environment = server, environment
 
     def __enter__(self) -> PreparedRunner:
@@ -39,12 +39,11 @@ class PreparedRunner:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder)
 
-    def run(self, arguments: list[str], *, shows_output: bool, **limits: float) -> Ended:
+    def start(self, _: str, arguments: list[str], **options: Any) -> Child:
         """Run a program in this process's working folder, with its environment or the given one."""
         environment = dict(os.environ if self._environment is None else self._environment)
         place = {"folder": os.getcwd(), "environment": environment, "program": arguments}
-        child = self._server.start(f"{__name__}:run_there", place, keeps_output=not shows_output, **limits)
-        return child.wait()
+        return self._server.start(f"{__name__}:run_there", place, **options)
 
 
 def run_there(place: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.running import local_server
 from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
@@ -184,20 +184,17 @@ def run_child(
     environment |= {**variables, **measurement.environment}
     memory_bytes = _HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with ChildRunner(environment) as child:
-            rows_path = child.folder / "rows.jsonl"
+        with local_server("", environment, has_folder=True) as server:
+            rows_path = server.folder / "rows.jsonl"
             request = {
                 "function": measurement.function,
                 "arguments": dict(measurement.arguments),
                 "device_uuid": None if slot is None else slot.device_uuid,
                 "rows": str(rows_path),
             }
-            ended = child.run(
-                request,
-                function="workers.probes.children:write_rows",
-                time_limit_s=time_limit_s,
-                memory_limit_bytes=memory_bytes,
-            )
+            writer = "workers.probes.children:write_rows"
+            child = server.start(writer, request, time_limit_s=time_limit_s, memory_limit_bytes=memory_bytes)
+            ended = child.wait()
             rows = json_lines(rows_path)
     except (EnvironmentProblem, OSError) as problem:
         return [], exception_line(problem)
