@@ -634,12 +634,14 @@ def test_cfg_takes_nothing_but_job(invoke, arguments):
     assert refusal(invoke, "status", *arguments).startswith("error: --cfg takes job")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_shown_whatever_stands_beside_it(invoke, name):
     code, out, err = invoke(name, "=1", "~data", "data=[a", "\udcff", "--multirun", "--help", "x" * 100_000)
     assert (code, err) == (0, "") and "Keys (KEY=VALUE" in out
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
