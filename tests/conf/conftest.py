@@ -1,4 +1,4 @@
-"""What several tests of commands and files share."""
+"""Fixtures of the tests of commands and files."""
 
 import pytest
 

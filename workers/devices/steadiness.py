@@ -260,7 +260,7 @@ class TargetFollower:
     def _series_of(self, target: str) -> _Series | None:
         """Return the target's first source with readings in the window, or None."""
         sources = (self._series[source] for source in self._targets[target])
-        return next((series for series in sources if series.in_window()), None)
+        return next((series for series in sources if series.spans and series.spans[-1][1] > series.window_ns), None)
 
     def _target_steady(self, target: str, now_ns: int) -> bool:
         waiting = [self._series[source] for source in self._targets[target]]
