@@ -275,77 +275,61 @@ def _names(node: str | None) -> set[str]:
     return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
 
 
-def public_telemetry(
-    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
-) -> pa.Table:
-    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
-
-    `where` limits the rows to read: a condition on `telemetry` that holds for all of these runs.
-    """
+def _public_telemetry(connection: WarehouseConnection, hz: float | None, where: str) -> pa.Table:
+    """Return the samples of the runs of `exported`, thinned to `hz` unless that is None."""
     columns = ", ".join(_round(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before thinning: a data set that is loaded and exported again stays the same.
-    samples = _of_exported(
-        connection,
-        ids,
+    samples = connection.sql(
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
-        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL",
-        TELEMETRY_SCHEMA,
+        f"JOIN exported ON telemetry.run_id = own_id WHERE {where} ORDER BY ALL"
     )
-    return samples if hz is None else thin(samples, hz)
+    table = samples.to_arrow_table().cast(TELEMETRY_SCHEMA)
+    return table if hz is None else thin(table, hz)
 
 
-def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str, str], where: str = "true") -> pa.Table:
-    """Return the rows of a table of `DETAILS` of some runs under their public ids; imported ones belong to no run.
-
-    `where` limits the rows to read: a condition on the table that holds for all of these runs.
-    """
+def _public_details(connection: WarehouseConnection, kind: str, where: str) -> pa.Table:
+    """Return the rows of a table of `DETAILS` of the runs of `exported`; imported ones belong to no run."""
     detail = DETAILS[kind]
-    columns_kept = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
-    columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in columns_kept)
     # A row's id begins with its run's id.
-    row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
-    rows = _of_exported(
-        connection,
-        ids,
-        f"SELECT public_id AS run_id, {row_id}, {columns} FROM {kind} "
-        f"JOIN exported ON {kind}.run_id = exported.own_id WHERE {where} ORDER BY {detail.row_id}",
-        pa.schema([detail.schema.field(name) for name in ("run_id", detail.row_id, *columns_kept)]),
-    ).select(detail.schema.names)
+    public_row_id = f"public_id || substr({kind}.{detail.row_id}, length(own_id) + 1)"
+    public = {"run_id": "public_id", detail.row_id: public_row_id, "node": "NULL"}
+    columns = ", ".join(f"{public.get(name, f'{kind}.{name}')} AS {name}" for name in detail.schema.names)
+    rows = connection.sql(
+        f"SELECT {columns} FROM {kind} JOIN exported ON {kind}.run_id = own_id WHERE {where} "
+        f"ORDER BY {kind}.{detail.row_id}"
+    )
+    table = rows.to_arrow_table().cast(detail.schema)
     if kind == "collocations":
-        return _public_groups(connection, rows, ids)
-    if "device_uuid" not in columns_kept:
-        return rows
+        return _public_groups(connection, table, where)
+    if "device_uuid" not in table.column_names:
+        return table
     uuids = [
         _public_uuid(uuid) if source == "measured" else uuid
-        for uuid, source in zip(rows["device_uuid"].to_pylist(), rows["source"].to_pylist(), strict=True)
+        for uuid, source in zip(table["device_uuid"].to_pylist(), table["source"].to_pylist(), strict=True)
     ]
-    place = rows.schema.get_field_index("device_uuid")
-    return rows.set_column(place, rows.schema.field(place), pa.array(uuids, pa.string()))
+    place = table.schema.get_field_index("device_uuid")
+    return table.set_column(place, table.schema.field(place), pa.array(uuids, pa.string()))
 
 
-def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
+def _public_groups(connection: WarehouseConnection, rows: pa.Table, where: str) -> pa.Table:
     """Return rows of `collocations` with public ids of their groups and solo runs, and scrubbed texts.
 
     Rows that were loaded from a data set keep their ids.
     """
-    members = rows.to_pylist()
-    own_ids = {public: own_id for own_id, public in ids.items()}
-    wanted = {own_ids[row["run_id"]] for row in members} | {row["solo_run_id"] for row in members}
-    connection.register("wanted", pa.table({"run_id": pa.array(sorted(wanted - {None}), pa.string())}))
     runs = connection.execute(
-        "SELECT run_id, job_id, device_uuid, finished_at FROM attempts JOIN wanted USING (run_id)"
+        f"""SELECT public_id, solo_run_id, own.job_id, own.device_uuid, solo.run_id, solo.device_uuid, solo.finished_at
+        FROM collocations JOIN exported ON collocations.run_id = own_id JOIN attempts AS own ON own.run_id = own_id
+        LEFT JOIN attempts AS solo ON solo.run_id = solo_run_id WHERE {where}"""
     ).fetchall()
-    connection.unregister("wanted")
-    by_id = {run_id: (job_id, uuid, finished_at) for run_id, job_id, uuid, finished_at in runs}
+    by_id = {(run_id, solo_id): of_run for run_id, solo_id, *of_run in runs}
+    members = rows.to_pylist()
     for row in members:
-        job_id, uuid, _ = by_id[own_ids[row["run_id"]]]
+        job_id, uuid, *solo = by_id[row["run_id"], row["solo_run_id"]]
         for name in ("config", "name", "model"):
             row[name] = None if row[name] is None else scrub(row[name])
-        if is_loaded(job_id):
-            continue
-        row["group_id"] = _public_group_id(row["group_id"], uuid)
-        solo = by_id.get(row["solo_run_id"])
-        row["solo_run_id"] = None if solo is None else public_id(row["solo_run_id"], *solo[1:])
+        if not is_loaded(job_id):
+            row["group_id"] = _public_group_id(row["group_id"], uuid)
+            row["solo_run_id"] = None if solo[0] is None else public_id(*solo)
     return pa.Table.from_pylist(members, schema=rows.schema)
 
 
@@ -367,15 +351,17 @@ def public_tables(
     Args:
         connection: Connection to the runs' warehouse.
         runs: Ids in the data folder, and public rows.
-        hz: As for `public_telemetry`.
+        hz: Readings a second of each sensor to which telemetry is thinned; None keeps all.
         where: Limits the rows to read: a condition on `{0}`, one of the tables, that holds for all of these runs.
         kernels: False leaves kernels out, as if they had not been requested.
     """
-    ids = {own_id: row["run_id"] for own_id, row in runs}
-    tables = {"telemetry": public_telemetry(connection, ids, hz, where.format("telemetry"))}
+    exported = {"own_id": [own_id for own_id, _ in runs], "public_id": [row["run_id"] for _, row in runs]}
+    connection.register("exported", pa.table(exported))
+    tables = {"telemetry": _public_telemetry(connection, hz, where.format("telemetry"))}
     for kind in DETAILS:
-        of_runs = ids if kernels or kind != "kernels" else {}
-        tables[kind] = public_details(connection, kind, of_runs, where.format(kind))
+        of_runs = where.format(kind) if kernels or kind != "kernels" else "false"
+        tables[kind] = _public_details(connection, kind, of_runs)
+    connection.unregister("exported")
     rows_of = {kind: Counter(table.column("run_id").to_pylist()) for kind, table in tables.items()}
     for _, run in runs:
         run["telemetry_rows"] = rows_of["telemetry"][run["run_id"]]
@@ -392,14 +378,6 @@ def _public_uuid(uuid: str | None) -> str | None:
     if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
         return uuid
     return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
-
-
-def _of_exported(connection: WarehouseConnection, ids: Mapping[str, str], sql: str, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a query that joins `exported`: each run's `own_id` and `public_id`."""
-    connection.register("exported", pa.table({"own_id": list(ids), "public_id": list(ids.values())}))
-    rows = connection.sql(sql).to_arrow_table()
-    connection.unregister("exported")
-    return rows.cast(schema)
 
 
 def _round(name: str) -> str:

@@ -61,6 +61,10 @@ STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
 
+class NotOfThisSource(UsageError):
+    """A file without rows of the source; the message says why."""
+
+
 @dataclass(frozen=True)
 class ImportedFile:
     """One file's rows, in file order.
@@ -95,13 +99,13 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
         csv.field_size_limit(before)
 
 
-def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
-    """Return the rows of a CSV file with all columns of one of the `accepted` lists; else why it is left out."""
+def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file with all columns of one of the `accepted` lists, else raise `NotOfThisSource`."""
     with contextlib.suppress(UsageError):
         header, rows = read_csv(path)
         if any(set(columns.split(", ")) <= set(header) for columns in accepted):
             return rows
-    return f"not of this source, whose files have {', or of pairs: '.join(accepted)}"
+    raise NotOfThisSource(f"not of this source, whose files have {', or of pairs: '.join(accepted)}")
 
 
 def untraceable(reason: str, **columns: Any) -> Columns:
@@ -249,11 +253,9 @@ class PublishedTable:
             yield run if change is None else run | change(row)
 
 
-def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile | str:
-    """Return the runs of one published table, and the rows of pairs; or why the file is not one of `source`."""
+def read_table(path: Path, device_name: str | None, *, source: str, table: PublishedTable) -> ImportedFile:
+    """Return the runs of one published table, and the rows of pairs. Raises `NotOfThisSource`."""
     raw = read_with_columns(path, table.names, *([] if table.pairs is None else [table.pairs]))
-    if isinstance(raw, str):
-        return raw
     lines = [{str(name): _text(value) for name, value in row.items()} for row in raw]
     places = tuple(enumerate(lines, 1))
     if lines and table.pairs is not None and set(table.pairs.split(", ")) <= lines[0].keys():

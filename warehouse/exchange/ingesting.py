@@ -36,6 +36,7 @@ from warehouse.exchange.imported_rows import (
     CsvMapping,
     ImportedFile,
     ImportedRow,
+    NotOfThisSource,
     read_mapping,
     read_table,
     run_ids,
@@ -47,13 +48,13 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.merged import land_batch
 from warehouse.files.plain_file import locked
 from warehouse.files.writer import RunWriter, detail_table
-from warehouse.reading.connection import connect
+from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
 
 DATASET, CSV = "dataset", "csv"
-# Takes a file and the GPU model that was measured (replaces the file's); returns the file's rows, or why it is left
+# Takes a file and the GPU model that was measured (replaces the file's); raises `NotOfThisSource` for a file to leave
 # out.
-Reader = Callable[[Path, str | None], ImportedFile | str]
+Reader = Callable[[Path, str | None], ImportedFile]
 READERS: Mapping[str, Reader] = {
     **{source: partial(read_published_runs, source=source) for source in ("gpumemnet", "timm")},
     **{source: partial(read_table, source=source, table=table) for source, table in TABLES.items()},
@@ -187,8 +188,8 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
         left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
         raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
     folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder):
-        known = _known_ids(folder, files[0].kind)
+    with _lock(folder), contextlib.closing(connect(folder)) as connection:
+        known = _known_ids(connection, files[0].kind)
         for completed, file in enumerate(files):
             progress("landing", completed, len(files))
             if file.rows or not file.pairs:
@@ -196,7 +197,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
                 new = land(folder, settings.source, file.rows, known)
                 rows = (*file.rows, *file.left_out)
                 report.files.append(FileReport.of(file.path, rows, new, left_out=len(file.left_out)))
-        report.files += _land_pairs(folder, settings, [file for file in files if file.pairs])
+        report.files += _land_pairs(folder, connection, settings, [file for file in files if file.pairs])
         progress("landing", len(files), len(files))
     return report
 
@@ -207,22 +208,19 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
     for completed, path in enumerate(paths):
         progress("reading", completed, len(paths))
         try:
-            file = read(path, settings.device_name)
+            yield read(path, settings.device_name)
+        except NotOfThisSource as error:
+            report.left[path] = str(error)
         except CommandError as error:
             if root.is_file():
                 raise
-            file = str(error).removeprefix(f"path={path}").lstrip(": ")
-        if isinstance(file, str):
-            report.left[path] = file
-        else:
-            yield file
+            report.left[path] = str(error).removeprefix(f"path={path}").lstrip(": ")
 
 
-def _known_ids(folder: DataFolder, kind: str) -> set[str]:
+def _known_ids(connection: WarehouseConnection, kind: str) -> set[str]:
     """Return the ids of the imported rows of a table."""
     column = "run_id" if kind == "runs" else DETAILS[kind].row_id
-    with contextlib.closing(connect(folder)) as connection:
-        table = connection.sql(f"SELECT {column} FROM {kind} WHERE source = 'imported'").to_arrow_table()
+    table = connection.sql(f"SELECT {column} FROM {kind} WHERE source = 'imported'").to_arrow_table()
     return set(table.column(column).to_pylist())
 
 
@@ -252,19 +250,20 @@ def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], 
     return len(new)
 
 
-def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]) -> Iterator[FileReport]:
+def _land_pairs(
+    folder: DataFolder, connection: WarehouseConnection, settings: IngestSettings, files: Sequence[ImportedFile]
+) -> Iterator[FileReport]:
     """Land the files' pairs in `collocations`, once the runs have landed.
 
     Raises `UsageError` for pairs whose jobs all lack solo figures.
     """
     if not files:
         return
-    with contextlib.closing(connect(folder)) as connection:
-        alone = connection.sql(
-            "SELECT run_id, status, origin, peak_memory_mib, gpu_util, step_time_ms FROM runs "
-            f"WHERE source = 'imported' AND job_id = 'import-{settings.source}' AND origin IS NOT NULL ORDER BY run_id"
-        ).to_arrow_table()
-    known = _known_ids(folder, "collocations")
+    alone = connection.sql(
+        "SELECT run_id, status, origin, peak_memory_mib, gpu_util, step_time_ms FROM runs "
+        f"WHERE source = 'imported' AND job_id = 'import-{settings.source}' AND origin IS NOT NULL ORDER BY run_id"
+    ).to_arrow_table()
+    known = _known_ids(connection, "collocations")
     for file in files:
         members = group_members(settings.source, file.pairs, alone.to_pylist(), settings.device_name)
         if not any(columns.get("solo_run_id") for _, columns in members):
@@ -303,31 +302,34 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
         samples = {"telemetry": read_part(root, part, "telemetry"), **details}
         read.append((part, runs, check_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder):
-        known = _known_public_ids(folder)
+    with _lock(folder), contextlib.closing(connect(folder)) as connection:
+        known = _known_public_ids(connection)
         for completed, (part, runs, rows, samples) in enumerate(read):
             progress("landing", completed, len(parts))
             file = FileReport(root / part.path("runs"), len(rows), name=str(part.path("runs")))
             file.statuses.update(row["status"] for row in rows)
             new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
             known |= {row["run_id"] for row in rows}
-            file.new = _land_part(folder, part, runs.filter(new), samples)
+            file.new = _land_part(folder, connection, part, runs.filter(new), samples)
             report.files.append(file)
         progress("landing", len(parts), len(parts))
     return report
 
 
-def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: Mapping[str, pa.Table]) -> int:
+def _land_part(
+    folder: DataFolder,
+    connection: WarehouseConnection,
+    part: DatasetPart,
+    runs: pa.Table,
+    samples: Mapping[str, pa.Table],
+) -> int:
     """Land the telemetry, kernels and ranks, then the runs, each in one batch; return how many runs landed.
 
     A kill before the runs leaves rows without runs, which the next ingest finds."""
     if not runs.num_rows:
         return 0
     for kind, table in samples.items():
-        with contextlib.closing(connect(folder)) as connection:
-            landed = connection.execute(
-                f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]
-            ).fetchall()
+        landed = connection.execute(f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]).fetchall()
         wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in landed}
         rows = table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(wanted), pa.string())))
         if rows.num_rows:
@@ -338,12 +340,11 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: M
     return int(runs.num_rows)
 
 
-def _known_public_ids(folder: DataFolder) -> set[str]:
+def _known_public_ids(connection: WarehouseConnection) -> set[str]:
     """Return the public ids of the folder's runs, both measured here and loaded."""
-    with contextlib.closing(connect(folder)) as connection:
-        rows = connection.execute(
-            "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
-        ).fetchall()
+    rows = connection.execute(
+        "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
+    ).fetchall()
     return {
         run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
         for run_id, job_id, uuid, finished_at in rows

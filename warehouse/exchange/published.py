@@ -24,6 +24,7 @@ from warehouse.exchange.imported_rows import (
     UNKNOWN_FAMILY,
     Columns,
     ImportedFile,
+    NotOfThisSource,
     above_zero,
     config_columns,
     imported_runs,
@@ -318,12 +319,11 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
                 raise UsageError(
                     f"two files are called {file.stem}: {files[file.stem].path} and {file}; read one at a time"
                 )
-            read = _read_file(file)
-            if isinstance(read, PublishedFile):
-                files[file.stem] = read
-            elif stems or root.is_file():
-                raise UsageError(read)
-            else:
+            try:
+                files[file.stem] = _read_file(file)
+            except NotOfThisSource:
+                if stems or root.is_file():
+                    raise
                 others.append(file)
     where = ", ".join(map(str, roots))
     if missing := sorted(set(stems) - set(files)):
@@ -350,19 +350,20 @@ def timm_config(row: PublishedRow) -> dict[str, object]:
     }
 
 
-def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the rows of one file of GPUMemNet's or of timm models; or why the file is not one of `source`.
+def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile:
+    """Return the rows of one file of GPUMemNet's or of timm models. Raises `NotOfThisSource`.
 
     A run's identity is its configuration, card and memory. So measurements published again, with other columns or in
     another file, are the same runs. `device_name` None means the card of these files.
     """
-    file = _read_file(path)
-    if isinstance(file, str):
-        return f"unknown header; known: {known_headers()}"
+    try:
+        file = _read_file(path)
+    except NotOfThisSource as error:
+        raise NotOfThisSource(f"unknown header; known: {known_headers()}") from error
     if file.form == "models":
-        return "well-known models by name: no configurations of a family that could be rebuilt"
+        raise NotOfThisSource("well-known models by name: no configurations of a family that could be rebuilt")
     if file.form != source:
-        return f"its rows are of source={file.form}"
+        raise NotOfThisSource(f"its rows are of source={file.form}")
     other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
     card: Columns = other or {"device_name": DEVICE_NAME, "device_memory_mib": CARD_MIB}
     contents = [
@@ -396,17 +397,17 @@ def _columns(row: PublishedRow) -> Columns:
     }
 
 
-def _read_file(path: Path) -> PublishedFile | str:
-    """Return the file's rows, or why it is not of a known form."""
+def _read_file(path: Path) -> PublishedFile:
+    """Return the file's rows. Raises `NotOfThisSource` if it is not of a known form."""
     try:
         header, rows = read_csv(path)
     except UsageError as error:
-        return f"published={path} is not a CSV file: {error.__cause__}"
+        raise NotOfThisSource(f"published={path} is not a CSV file: {error.__cause__}") from error
     for form, (columns, read) in _FORMS.items():
         if columns <= set(header):
             return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)
     shown = ", ".join(sorted(header)[:12]) or "nothing"
-    return f"published={path}: unknown header ({shown}); known: {known_headers()}"
+    raise NotOfThisSource(f"published={path}: unknown header ({shown}); known: {known_headers()}")
 
 
 def known_headers() -> str:

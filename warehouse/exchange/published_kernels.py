@@ -39,6 +39,7 @@ from warehouse.exchange.imported_rows import (
     Cells,
     Columns,
     ImportedFile,
+    NotOfThisSource,
     above_zero,
     imported_kernels,
     read_with_columns,
@@ -143,12 +144,10 @@ KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
 }
 
 
-def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the times of a CSV file, or why the file is not of `source`."""
+def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> ImportedFile:
+    """Return the times of a CSV file. Raises `NotOfThisSource`."""
     names, read = KERNEL_TABLES[source]
     lines = read_with_columns(path, names)
-    if isinstance(lines, str):
-        return lines
 
     def columns(line: Mapping[Any, Any]) -> Columns:
         if None in line:
@@ -243,16 +242,17 @@ _OPERATORS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str:
-    """Return the operators of a Parquet file with a row per operator and shape, or why it is not NeuSight's.
+def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile:
+    """Return the operators of a Parquet file with a row per operator and shape.
 
     Raises:
+        NotOfThisSource: It is not NeuSight's.
         EnvironmentProblem: The file cannot be read.
     """
     try:
         with pq.ParquetFile(path) as file:
             if not set(NEUSIGHT_COLUMNS) <= set(file.schema_arrow.names):
-                return f"not of this source, whose files have {', '.join(NEUSIGHT_COLUMNS)}"
+                raise NotOfThisSource(f"not of this source, whose files have {', '.join(NEUSIGHT_COLUMNS)}")
             batches = (batch.to_pylist() for batch in file.iter_batches(_CHUNK_ROWS, columns=list(NEUSIGHT_COLUMNS)))
             rows = itertools.chain.from_iterable(batches)
             return imported_kernels(

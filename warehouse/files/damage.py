@@ -120,17 +120,15 @@ def damage_for_duckdb(path: Path) -> str | None:
     return None
 
 
-def find_damaged(
-    paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
-) -> list[DamagedFile]:
+def find_damaged(paths: Iterable[Path], judge: Callable[[Path], str | None] = damage_of) -> list[DamagedFile]:
     """Return the unreadable files of `paths`, in order, without files that vanish meanwhile.
 
-    `judge` returns why a file cannot be read, or None; the default is `damage_of`.
+    `judge` returns why a file cannot be read, or None.
     """
 
     def check(path: Path) -> DamagedFile | None:
         try:
-            reason = damage_now(lambda: damage_of(path, pages=pages) if judge is None else judge(path))
+            reason = damage_now(lambda: judge(path))
         except FileNotFoundError:
             return None
         return None if reason is None else DamagedFile(path, reason)

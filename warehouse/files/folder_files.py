@@ -92,8 +92,8 @@ class FolderFiles(AbstractFileSystem):
         # Footers first; if all are intact, every page by Arrow, then by DuckDB.
         damaged = (
             damage.find_damaged(paths)
-            or damage.find_damaged(paths, pages=True)
-            or damage.find_damaged(paths, judge=damage.damage_for_duckdb)
+            or damage.find_damaged(paths, functools.partial(damage.damage_of, pages=True))
+            or damage.find_damaged(paths, damage.damage_for_duckdb)
         )
         self._leave_out(damaged, identities)
         if not damaged:
