@@ -105,6 +105,17 @@ def loaded(out, data):
     return ingest(IngestSettings(source="dataset", path=str(out), data=str(data)))
 
 
+def rewrite(path, described=None, without=(), **values):
+    """Write a part's table with other metadata and without columns, or with one value in all of a column's rows."""
+    table = pq.ParquetFile(path).read().drop_columns(list(without))
+    for name, value in values.items():
+        at = table.schema.get_field_index(name)
+        column = pa.array([value] * table.num_rows, table.schema.field(at).type)
+        table = table.set_column(at, table.schema.field(at), column)
+    metadata = json.loads(table.schema.metadata[b"gpufarm_dataset"]) | (described or {})
+    pq.write_table(table.replace_schema_metadata({b"gpufarm_dataset": json.dumps(metadata)}), path)
+
+
 def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
@@ -202,14 +213,13 @@ def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(prof
 def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out, tmp_path):
     exported(profiled, out)
     path = next(out.glob("cnn/*-kernels.parquet"))
-    table = pq.ParquetFile(path).read()
+    whole = path.read_bytes()
     for name, value, words in (
         ("timing", "stopwatch", "timing must be one of"),
         ("duration_us", None, "duration_us is required"),
     ):
-        at = table.schema.get_field_index(name)
-        changed = table.set_column(at, name, pa.array([value] * 5, table.schema.field(at).type))
-        pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+        path.write_bytes(whole)
+        rewrite(path, **{name: value})
         with pytest.raises(EnvironmentProblem, match=words):
             loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -366,30 +376,11 @@ def test_two_exports_into_one_folder_take_turns(filled, sent):
     assert files(sent) == before
 
 
-def rewritten(path, change):
-    """The part's runs with other metadata and columns, as another version of the farm wrote them."""
-    table = pq.ParquetFile(path).read()
-    described = json.loads(table.schema.metadata[b"gpufarm_dataset"])
-    table = change(table, described)
-    pq.write_table(table.replace_schema_metadata({b"gpufarm_dataset": json.dumps(described)}), path)
-
-
 def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(sent, tmp_path):
-    first = sent / find_parts(sent)[0].path("runs")
-
-    def older(table, described):
-        described["schema_version"] = 1
-        return table.drop_columns(["smact"])
-
-    rewritten(first, older)
+    rewrite(sent / find_parts(sent)[0].path("runs"), {"schema_version": 1}, without=["smact"])
     assert sum(file.new for file in loaded(sent, tmp_path / "other").files) == 7
     assert ask(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
-
-    def newer(table, described):
-        described["schema_version"] = SCHEMA_VERSION + 1
-        return table
-
-    rewritten(sent / find_parts(sent)[-1].path("runs"), newer)
+    rewrite(sent / find_parts(sent)[-1].path("runs"), {"schema_version": SCHEMA_VERSION + 1})
     with pytest.raises(
         EnvironmentProblem, match=f"schema version {SCHEMA_VERSION + 1}, this code knows up to {SCHEMA_VERSION}"
     ):
@@ -498,11 +489,10 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(of_all_kinds,
 
 def test_a_data_set_whose_rows_name_paths_lands_nothing(sent, tmp_path):
     path = next(sent.glob("mlp/*-runs.parquet"))
-    table = pq.ParquetFile(path).read()
+    whole = path.read_bytes()
     for name, value in (("run_id", "../../planted"), ("run_id", "/tmp/planted"), ("family", "../../planted")):
-        at = table.schema.get_field_index(name)
-        changed = table.set_column(at, name, pa.array([value], pa.string()))
-        pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+        path.write_bytes(whole)
+        rewrite(path, **{name: value})
         with pytest.raises(EnvironmentProblem, match="row 1: "):
             loaded(sent, tmp_path / "other")
     assert not (tmp_path / "other").exists() and not list(tmp_path.rglob("*planted*"))

@@ -111,6 +111,7 @@ def test_rows_land_with_their_configuration_labels_and_environment(place, take):
     assert {name: one[name] for name in wanted} == wanted
     (oom,) = rows(place, where="status = 'oom'")
     assert (oom["oom_kind"], oom["peak_memory_mib"], oom["family"]) == ("device", 39_000, "cnn")
+    assert oom["error"] == "crashed out of memory"
     assert rows(place, where="family = 'transformer'")[0]["parameters"] is None
 
 
@@ -202,6 +203,7 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
         measured("what?", 3, -1),
         measured(mlp(), 32, 1800, "EXPLODED"),
         measured(mlp(), 32, 9e30),
+        measured(mlp(), 33, 1500),
     ]
     (report,) = take(csv_table(place / "some.csv", HEADER, table)).files
     invalid = {
@@ -210,8 +212,9 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
         "file name: no known first key": [4],
         "status EXPLODED": [5],
         "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
+        "batch size is not the one in the file name": [7],
     }
-    assert (report.statuses, report.invalid) == ({"invalid": 5, "ok": 1}, invalid)
+    assert (report.statuses, report.invalid) == ({"invalid": 6, "ok": 1}, invalid)
     invalid_rows = rows(place, where="status = 'invalid'")
     assert {row["error"] for row in invalid_rows} == invalid.keys()
     assert {row["family"] for row in invalid_rows} == {"mlp", "unknown"}

@@ -114,35 +114,6 @@ def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
     assert "smocc" not in rows[0].utilization, "an absent column is absent, not missing values"
 
 
-def test_rows_that_never_started_are_kept_as_invalid_with_their_reason(tmp_path):
-    path = csv_table(
-        tmp_path / "a'; echo foo.csv",
-        CNN,
-        [
-            (cnn(), 3, 100, 4, 39_000, 1, 0.1, 0.1, "OOM_CRASH"),
-            (cnn(), 0, 0, 4, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
-            (cnn(), 3, 100, 4, 0, 1, 0.1, 0.1, "SUCCESSFUL"),
-            (cnn(), 3, 100, 4, 1000, 1, 0.1, 0.1, "EXPLODED"),
-            (cnn(), 3, 100, 5, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
-            ("?", 3, 100, 5, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
-            (cnn(), 3, 100, 4, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
-        ],
-    )
-    file = read_published(path).files[0]
-    assert [row.status for row in file.rows] == ["oom", *["invalid"] * 5, "ok"]
-    assert [row.row for row in file.rows] == [1, 2, 3, 4, 5, 6, 7] and file.rows[0].file == "a'; echo foo"
-    assert file.rows[2].memory_mib is None
-    assert [row.reason for row in file.rows] == [
-        "crashed out of memory",
-        "never started: depth 0",
-        "never started: no memory",
-        "status EXPLODED",
-        "batch size is not the one in the file name",
-        "file name: no known first key",
-        None,
-    ]
-
-
 def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
     rows = read(csv_table(tmp_path / "mlp.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)]))
     assert rows[0].status == "ok" and rows[0].module == "mlp/bottleneck" and rows[0].parameters == 100

@@ -23,7 +23,6 @@ from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
 from warehouse.files import merged
 from warehouse.files.compaction import compaction_lock
-from warehouse.files.damage import damage_of
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
 from warehouse.files.integrity import examine
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
@@ -392,23 +391,6 @@ def test_what_cannot_be_is_found_and_kept(folder):
         assert findings[rule].examples[-1].startswith(beginning), rule
         assert findings[rule].severity in SEVERITIES, rule
     assert len(rows(folder)) == 1 + len(WRONG)
-
-
-def test_a_column_of_a_type_that_the_schema_does_not_hold_is_found(folder):
-    fill(folder, range(5))
-    for index, (column, values, is_odd) in enumerate(
-        [
-            ("steps", pa.array([3], pa.int32()), False),
-            ("wall_s", pa.array([3], pa.int64()), False),
-            ("steps", pa.array([3.5]), True),
-            ("wall_s", pa.array(["long"]), True),
-            ("run_id", None, True),
-        ]
-    ):
-        path = folder.partition("runs", "cnn") / f"J-{index:06d}.parquet"
-        table = pq.ParquetFile(path).read().drop_columns([column])
-        pq.write_table(table if values is None else table.append_column(column, values), path)
-        assert (damage_of(path) is not None) == is_odd
 
 
 def test_a_query_leaves_out_a_file_whose_values_are_not_of_their_columns_type(folder, capsys):
