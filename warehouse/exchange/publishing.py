@@ -332,7 +332,8 @@ def _write_tables(
         if not runs:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
         for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
-            imported = _imported_rows(connection, kind)
+            order = DETAILS[kind].row_id
+            imported = connection.sql(f"FROM {kind} WHERE source = 'imported' ORDER BY {order}").to_arrow_table()
             if "imported" in settings.sources:
                 write(kind, imported)
             elif imported.num_rows:
@@ -354,24 +355,16 @@ def _write_runs(
         yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for _, row in published)
 
 
-def _imported_rows(connection: WarehouseConnection, kind: str) -> pa.Table:
-    detail = DETAILS[kind]
-    columns = ", ".join(detail.schema.names)
-    return connection.sql(
-        f"SELECT {columns} FROM {kind} WHERE source = 'imported' ORDER BY {detail.row_id}"
-    ).to_arrow_table()
-
-
 def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
     """Yield lists of the chosen rows of `runs`, sorted by family and run_id, each list of one family."""
     columns = ", ".join(RUN_SCHEMA.names)
     families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
     for (family,) in families:
         of_family = f"SELECT {columns} FROM runs WHERE {chosen} AND family = {sql_text(family)}"
-        last = None
+        last = ""
         while True:
-            after = "" if last is None else f"AND run_id > {sql_text(last)}"
-            table = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
+            next_runs = f"{of_family} AND run_id > {sql_text(last)} ORDER BY run_id LIMIT {_CHUNK_RUNS}"
+            table = connection.sql(next_runs).to_arrow_table()
             rows = table.cast(naive(RUN_SCHEMA)).to_pylist()
             if not rows:
                 break

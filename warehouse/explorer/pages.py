@@ -22,10 +22,10 @@ from conf.reports.charts import Axis, Margins, Plot, Svg, against, heat_map
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, USABLE, Filters, memory_grid
 from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.pairing import Pair, summed_up
 from warehouse.tables.schema import SOURCES
 
-RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 _FACET_VALUES = 12  # most frequent values of a facet to show
@@ -103,17 +103,19 @@ def overview(reader: ExplorerReader) -> Values:
 
 def _histograms(reader: ExplorerReader) -> dict[str, Svg]:
     """Return a histogram of each label that has values, by source."""
-    bins = {name: RATIO_BIN if name in RATIOS else LOG_BIN for name in LABELS}
+    bins = {name: RATIO_BIN if name in RUN_RATIOS else LOG_BIN for name in LABELS}
     parts = [
         f"SELECT '{name}', source, {sql.format(name)}::INT, count(*) FROM runs "
-        f"WHERE {name} {'>=' if name in RATIOS else '>'} 0 AND isfinite({name}) GROUP BY ALL"
+        f"WHERE {name} {'>=' if name in RUN_RATIOS else '>'} 0 AND isfinite({name}) GROUP BY ALL"
         for name, sql in bins.items()
     ]
     counts: dict[str, dict[str, dict[int, int]]] = {name: {} for name in LABELS}
     for name, source, place, runs in reader.rows(" UNION ALL ".join(parts)).rows:
         counts[name].setdefault(source, {})[place] = runs
     return {
-        name: histogram(name, by_source, is_log=name not in RATIOS) for name, by_source in counts.items() if by_source
+        name: histogram(name, by_source, is_log=name not in RUN_RATIOS)
+        for name, by_source in counts.items()
+        if by_source
     }
 
 
@@ -493,7 +495,7 @@ def residuals_of(target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
     known = [
         Pair(key={"run_id": run["run_id"], "family": str(run["family"])}, before=run, after=estimate)
         for run, estimate in pairs
-        if _is_figure(run[target]) and _is_figure(estimate.get(target)) and (target in RATIOS or run[target] > 0)
+        if _is_figure(run[target]) and _is_figure(estimate.get(target)) and (target in RUN_RATIOS or run[target] > 0)
     ]
     if not known:
         return None
@@ -509,10 +511,10 @@ def residuals_of(target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[s
     ]
     return {
         "target": target,
-        "unit": "points" if target in RATIOS else "%",
+        "unit": "points" if target in RUN_RATIOS else "%",
         "errors": table,
         "above": sum(bounds) / len(bounds) if bounds else None,
-        "picture": against(target, points, is_log=target not in RATIOS),
+        "picture": against(target, points, is_log=target not in RUN_RATIOS),
     }
 
 

@@ -95,8 +95,8 @@ def connect(
     with contextlib.suppress(OSError):  # the folder may be read-only: the file is for other DuckDB clients
         views.refresh(folder)
     files, spill = FolderFiles(folder), None if share else _spill_folder()
-    content = views_file or make_views_file()
-    return WarehouseConnection.open(lambda: _opened_views(content, files, spill, share), files, spill)
+    reopen = functools.partial(_opened_views, views_file or make_views_file(), files, spill, share)
+    return WarehouseConnection(reopen(), _Opened(files, spill, reopen))
 
 
 def select(
@@ -209,7 +209,10 @@ _STREAMS = (
 
 
 class _Opened:
-    """State shared by a connection and its cursors: the folder's files, and the folder for spilling."""
+    """State shared by a connection and its cursors: the folder's files, and the folder for spilling.
+
+    `renew` reopens the database if a damaged file has made DuckDB give it up. Registered tables are then gone.
+    """
 
     def __init__(self, files: FolderFiles, spill: Path | None, renew: Callable[[], duckdb.DuckDBPyConnection]) -> None:
         self.files = files
@@ -333,15 +336,6 @@ class WarehouseConnection(_Planned):
         self._is_fetched = False  # some rows have been returned
         self._is_unpinned = False  # it may open files by name, which may be gone by then
         self._rows: deque[tuple[Any, ...]] | None = None
-
-    @classmethod
-    def open(cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, spill: Path | None) -> Self:
-        """Open a connection that reads `files`; the folder `spill` goes with it.
-
-        `renew` opens it, and reopens it if a damaged file has made DuckDB give up its database. Registered tables are
-        then gone.
-        """
-        return cls(renew(), _Opened(files, spill, renew))
 
     def _renew(self) -> None:
         self._wrapped = self._opened.renew()
