@@ -112,28 +112,34 @@ def parts(index, tmp_path_factory):
     return folder, table
 
 
-@pytest.fixture
-def machine(tmp_path):
-    """The environment of a machine whose Python has torch; the release is the stand-in's."""
-
-    def with_torch(release="2.99.0+cu130"):
-        (tmp_path / "torch").mkdir(exist_ok=True)
-        (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {release!r}\n")
-        return {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-    return with_torch
+@pytest.fixture(autouse=True)
+def machine(tmp_path_factory, monkeypatch):
+    """The folder of a machine's Python modules, with a stand-in for torch."""
+    folder = tmp_path_factory.mktemp("machine")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("__version__ = '2.99.0+cu130'\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
 
 
-def offline(part, *arguments, env=None):
+def offline(part, *arguments):
     return subprocess.run(
-        [sys.executable, str(part / "offline.py"), *map(str, arguments)], capture_output=True, text=True, env=env
+        [sys.executable, str(part / "offline.py"), *map(str, arguments)], capture_output=True, text=True
     )
 
 
-def refusal(done):
-    assert (done.returncode, done.stdout) == (2, ""), done
-    (line,) = done.stderr.splitlines()
-    return line
+@pytest.fixture
+def refused(capsys):
+    """The one line of a call that is refused."""
+
+    def call(*arguments):
+        assert launch.main([*map(str, arguments)]) == 2
+        output, error = capsys.readouterr()
+        (line,) = error.splitlines()
+        assert not output
+        return line
+
+    return call
 
 
 def manifest_of(part):
@@ -155,11 +161,11 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
     assert any("/part-2: ray: 3.0 MiB" in line for line in table)
 
 
-def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, machine, tmp_path):
+def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, tmp_path):
     folder, _ = parts
     target = tmp_path / "a b" / "target"
     target.parent.mkdir()
-    done = offline(folder / "part-1", "install", f"target={target}", f"parts={folder / 'part-1'}", env=machine())
+    done = offline(folder / "part-1", "install", f"target={target}", f"parts={folder / 'part-1'}")
     assert done.returncode == 0, done.stderr
     assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray" not in done.stdout
     assert (target / "site" / "pyarrow" / "__init__.py").exists() and (target / "source" / "infra" / "cron").exists()
@@ -179,7 +185,7 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**machine(), "PATH": ""},
+        env={**os.environ, "PATH": ""},
     )
     assert done.returncode == 7
     report = json.loads(done.stdout.splitlines()[-1])
@@ -192,18 +198,18 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert not (target / "partial").exists()
 
 
-def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, machine, tmp_path):
+def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, tmp_path):
     folder, _ = parts
     target, partial = tmp_path / "target", tmp_path / "target.gpufarm-partial"
     command = [sys.executable, folder / "part-1" / "offline.py", "install", f"target={target}"]
-    process = subprocess.Popen(command, env=machine(), stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None and not partial.exists():
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not target.exists() or (target / "bundle.json").exists()
-    assert offline(folder / "part-1", "install", f"target={target}", env=machine()).returncode == 0
+    assert offline(folder / "part-1", "install", f"target={target}").returncode == 0
     assert not partial.exists() and (target / "source" / "infra" / "offline" / "launch.py").exists()
 
 
@@ -220,7 +226,7 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
         ({"format": 99}, "is not part of an offline bundle: manifest.json: another format"),
     ],
 )
-def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, machine, tmp_path, change, expected):
+def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, refused, tmp_path, change, expected):
     folder, _ = parts
     part = tmp_path / "part-1"
     part.mkdir()
@@ -228,8 +234,7 @@ def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts,
         os.link(file, part / file.name)
     (part / "manifest.json").unlink()
     (part / "manifest.json").write_text(json.dumps({**manifest_of(folder / "part-1"), **change}))
-    done = offline(part, "install", f"target={tmp_path / 'target'}", f"parts={part}", env=machine())
-    assert expected in refusal(done)
+    assert expected in refused("install", f"target={tmp_path / 'target'}", f"parts={part}")
     assert not (tmp_path / "target").exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
@@ -245,27 +250,25 @@ def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts,
     ],
 )
 def test_a_python_without_torch_or_lzma_is_refused(parts, machine, tmp_path, module, error, words):
-    env = machine()
-    (tmp_path / module).write_text(f"raise ImportError({error!r})")
-    done = offline(parts[0] / "part-1", "install", f"target={tmp_path / 'target'}", env=env)
-    assert words in refusal(done) and not (tmp_path / "target").exists()
+    (machine / module).write_text(f"raise ImportError({error!r})")
+    done = offline(parts[0] / "part-1", "install", f"target={tmp_path / 'target'}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr and not (tmp_path / "target").exists()
 
 
-def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine, tmp_path):
+def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refused, tmp_path):
     folder, _ = parts
     target = tmp_path / "target"
     part = tmp_path / "part-1"
     part.mkdir()
-    for name in ("manifest.json", "offline.py"):
-        os.link(folder / "part-1" / name, part / name)
+    os.link(folder / "part-1" / "manifest.json", part / "manifest.json")
     command = ("install", f"target={target}", f"parts={part}")
-    line = refusal(offline(part, *command, env=machine()))
-    assert line == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
+    assert refused(*command) == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
     content = (folder / "part-1" / "core.tar.xz").read_bytes()
     (part / "core.tar.xz").write_bytes(content[:-1])
-    assert "is damaged" in refusal(offline(part, *command, env=machine()))
+    assert "is damaged" in refused(*command)
     (part / "core.tar.xz").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "core.tar.xz is damaged" in refusal(offline(part, *command, env=machine()))
+    assert "core.tar.xz is damaged" in refused(*command)
     assert not target.exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
@@ -275,11 +278,11 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine,
         (["colect"], "unknown step 'colect'; known: install, test, calibrate,"),
         (["install", "minutes=1"], "unknown argument 'minutes'; valid are target=DIR, parts=DIR,DIR"),
         (["install", "parts=/nowhere"], "/nowhere is not part of an offline bundle"),
-        (["install", f"target={Path(__file__).parent}"], "is not empty and holds no install"),
+        (["install", f"target={Path(__file__).parent}", "parts={part}"], "is not empty and holds no install"),
     ],
 )
-def test_bad_input_of_the_script_is_one_line(parts, machine, arguments, expected):
-    assert expected in refusal(offline(parts[0] / "part-1", *arguments, env=machine()))
+def test_bad_input_of_the_script_is_one_line(parts, refused, arguments, expected):
+    assert expected in refused(*(text.format(part=parts[0] / "part-1") for text in arguments))
 
 
 def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(parts):

@@ -217,18 +217,22 @@ KILLED = """
 import os, signal, sys
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
 from warehouse.snapshot import take_snapshot
-calls = 0
 def dying(call):
     def wrapped(*arguments, **keywords):
-        global calls
-        calls += call.__name__ == sys.argv[2]
-        if calls == int(sys.argv[3]):
+        global left
+        left -= 1
+        if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments, **keywords)
     return wrapped
-for name in ("link", "replace", "rename"):
-    setattr(os, name, dying(getattr(os, name)))
-take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
+for line in sys.stdin:
+    name, number = line.split()
+    if (child := os.fork()) == 0:
+        left = int(number)
+        setattr(os, name, dying(getattr(os, name)))
+        take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -236,10 +240,12 @@ take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
 def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(folder):
     a_full_folder(folder)
     before = everything(folder)
-    for step in (("replace", "2"), ("link", "5"), ("rename", "1")):
-        done = subprocess.run([sys.executable, "-c", KILLED, str(folder.root), *step])
-        assert done.returncode == -signal.SIGKILL
-        assert snapshot_names(folder) == [] and everything(folder) == before
+    command = [sys.executable, "-c", KILLED, str(folder.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for step in ("replace 2", "link 5", "rename 1"):
+            print(step, file=process.stdin, flush=True)
+            assert int(process.stdout.readline()) == -signal.SIGKILL
+            assert snapshot_names(folder) == [] and everything(folder) == before
     assert everything(folder, take_snapshot(folder, "s").name) == before
     assert not list(folder.snapshots.glob(".*"))
 

@@ -19,21 +19,23 @@ SECRET = "/home/someone/secret-folder"
 def published(tmp_path_factory):
     folder = DataFolder.resolve(tmp_path_factory.mktemp("published") / "a'; echo data").create()
     writer = RunWriter(folder)
-    for index in range(60):
-        family = "cnn" if index % 3 else "mlp"
-        writer.write(
-            run_row(
-                index,
-                family=family,
-                source="measured",
-                device_name="NVIDIA H100 80GB HBM3",
-                node="host17",
-                error=f"{SECRET}/x.py <script>",
-                window_start_ms=50.0,
-                window_end_ms=250.0,
-            ),
-            samples(4, memory_used_mib=[1.0, 5.0, 3.0, 2.0]),
+    rows = [
+        run_row(
+            index,
+            family="cnn" if index % 3 else "mlp",
+            source="measured",
+            device_name="NVIDIA H100 80GB HBM3",
+            node="host17",
+            error=f"{SECRET}/x.py <script>",
+            window_start_ms=50.0,
+            window_end_ms=250.0,
         )
+        for index in range(60)
+    ]
+    for row in rows[:4]:
+        writer.write(row, samples(4, memory_used_mib=[1.0, 5.0, 3.0, 2.0]))
+    for family in ("cnn", "mlp"):
+        writer.write_batch([row for row in rows[4:] if row["family"] == family])
     writer.write(run_row(70, family="cnn"), samples(3), kernels=kernels(2), collocations=collocations())
     out = str(folder.root.parent / "set")
     with pytest.MonkeyPatch.context() as patch:
