@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import shutil
 
 import pytest
 
@@ -303,10 +304,8 @@ def test_a_repeat_or_another_name_of_the_file_adds_nothing(tmp_path, take):
         assert (first.already_there, again.new, again.rows) == (0, 0, first.rows)
 
 
-def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_not_fitted(tmp_path, take):
-    for source in TABLES:
-        if source != "deeplearningexamples":  # whose network is traceable, on another device
-            take(source, ROWS[source])
+def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_not_fitted(of_all, tmp_path, take):
+    shutil.copytree(of_all / "data", tmp_path / "data")
     take("timm_benchmark", *({**TIMM, "model": f"resnet{depth}"} for depth in range(20, 60)))
     bare = runs(tmp_path, "error_type = 'untraceable'")
     assert {run["job_id"] for run in bare} == {
