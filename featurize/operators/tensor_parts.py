@@ -29,10 +29,14 @@ def is_freed(tensor: Tensor) -> bool:
     """Return whether the memory of a strided tensor was freed (`resize_(0)` of its storage): it has no values."""
     if type(tensor) not in PLAIN or tensor.layout is not strided or not tensor.numel():
         return False
-    elements = tensor.numel()
-    if not tensor.is_contiguous():
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + elements) * tensor.itemsize > tensor.untyped_storage().nbytes()
+    return (tensor.storage_offset() + span(tensor)) * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
+def span(tensor: Tensor) -> int:
+    """Return the number of elements of a strided tensor's memory from its first to its last."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -26,9 +26,7 @@ from torch._ops import OpOverload
 from featurize.operators.library_calls import CUBLAS, LIBRARY_CALLS, LibraryCall
 from featurize.operators.table import (
     GATHERS,
-    INDEXED_BY_MASKS,
     MULTI_TENSOR,
-    NO_KERNEL,
     WITH_STEPS,
     WRITE_ONLY,
     flops,
@@ -140,11 +138,9 @@ class BlockRecord:
 
     def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
         """Record blocks that exist before the first step and take no memory of the device."""
-        for tensor in meta_tensors(tensors):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.live:
-                block = self.take(0, "parameter", NOBODY, storage._cdata)
-                self.live[storage._cdata] = block, self._watched(storage)
+        self.nowhere += 1
+        self.hold(tensors, "parameter")
+        self.nowhere -= 1
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """Record that the step's batch is copied to the device, and that the previous step's batch is then freed."""
@@ -344,23 +340,6 @@ class BlockRecord:
 class Traits:
     """Properties that all calls of one operator overload share."""
 
-    __slots__ = (
-        "adds",
-        "composite",
-        "foreach",
-        "gathers",
-        "kernel",
-        "library_calls",
-        "mutates",
-        "name",
-        "random",
-        "takes_masks",
-        "view",
-        "write_only",
-        "written",
-        "written_names",
-    )
-
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         self.name: str = schema.name
@@ -369,11 +348,6 @@ class Traits:
         self.written_names = [schema.arguments[i].name for i in self.written]
         self.mutates = bool(self.written)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.takes_masks = self.name in INDEXED_BY_MASKS
-        self.kernel = self.name not in NO_KERNEL
-        self.adds = self.name == "aten::add_"
-        self.gathers = self.name in GATHERS
-        self.write_only = self.name in WRITE_ONLY
         self.foreach = self.name.startswith(MULTI_TENSOR)
         self.library_calls = LIBRARY_CALLS.get(self.name)
         self.composite = self.name.startswith("aten::") and is_composite(func) and not _has_kernel(func, "Meta")
@@ -538,14 +512,15 @@ def _traffic(
     nbytes = {id(tensor): bytes_read(tensor) for tensor in inputs}
     made = [tensor for tensor in outputs if id(tensor) not in nbytes]
     changed_bytes = sum(nbytes.get(key, 0) for key in {id(tensor) for tensor in changed}) if changed else 0
-    reads = sum(nbytes.values()) - (changed_bytes if traits.write_only else 0)
+    reads = sum(nbytes.values()) - (changed_bytes if traits.name in WRITE_ONLY else 0)
     writes = changed_bytes + sum(map(bytes_read, made))
     elements = max([tensor.numel() for tensor in (*inputs, *made)], default=0)
-    if traits.gathers and isinstance(args[0], Tensor):
+    if traits.name in GATHERS and isinstance(args[0], Tensor):
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
         elements = max(t.numel() for t in outputs)
-    if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # only the rows that it holds are written
+    if traits.name == "aten::add_" and isinstance(args[1], Tensor) and args[1].is_sparse:
+        # Only the rows that it holds are written.
         rows, target = args[1]._values(), bytes_read(args[0])
         reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
         elements = rows.numel()

@@ -23,15 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.operators.library_calls import CUBLAS
 from featurize.operators.replacing import replaced
-from featurize.operators.table import DECIDED_BY_VALUES, MULTI_TENSOR
-from featurize.operators.tensor_parts import meta_tensors, tensors_in, wrap_others
+from featurize.operators.table import DECIDED_BY_VALUES, INDEXED_BY_MASKS, MULTI_TENSOR, NO_KERNEL
+from featurize.operators.tensor_parts import meta_tensors, span, tensors_in, wrap_others
 from featurize.recording.block_record import BlockRecord, ModuleStack, OperatorRecord, Traits, traits_of
 from featurize.recording.values import NONZERO, READ, Values
 
-# For-each operators that return new tensors like those of their first list; all of them floating-point.
-_FOREACH = frozenset(
-    f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
-)
 # Operators whose results have sizes of their tensors, 0 or 1, in the layout of new tensors, as pointwise ones do.
 _OF_SIZES = frozenset(
     f"aten::{name}"
@@ -77,11 +73,6 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
     # An in-place for-each operator or a whole optimizer step has nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
         return None  # except for an optimizer's step counters, which are not on meta
-    if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
-        # `empty_like` of a meta tensor is written in Python.
-        return [
-            _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
-        ]
     given = (*args, *kwargs.values())
     of_sizes = name in _OF_SIZES or (torch.Tag.pointwise in func.tags and not name.endswith("_"))
     numbered = _number_sizes(given, name in _OF_MATRICES) if of_sizes else None
@@ -195,7 +186,7 @@ def _recipe(out: object, given: Iterable[Any], numbered: _Numbered | None) -> ob
             storage = value.untyped_storage()
             if type(value) is not Tensor or not value.is_meta or storage._cdata in storages:
                 raise _Uncached
-            if value.storage_offset() or storage.nbytes() != _span(value) * value.element_size():
+            if value.storage_offset() or storage.nbytes() != span(value) * value.element_size():
                 raise _Uncached
             storages.add(storage._cdata)
             if numbered is None:
@@ -224,13 +215,6 @@ def _make(recipe: Any, numbered: _Numbered | None = None) -> Any:
     if type(recipe) in (tuple, list):
         return type(recipe)(_make(part, numbered) for part in recipe)
     return recipe
-
-
-def _span(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -345,17 +329,6 @@ class Recorder(TorchDispatchMode):
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
-    def unrecorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Run an operator of which only an error is recorded."""
-        traits = traits_of(func)
-        try:
-            if traits.takes_masks:
-                args = self.values.without_masks(traits, args, lambda mask: self.unrecorded(NONZERO, (mask,), {}))
-            return self.run(func, traits, args, kwargs)
-        except Exception as error:
-            self.stack.note_failure(error, traits.name)
-            raise
-
     def follows_values(self) -> bool:
         """Return whether values of operators' results may be read: not within an update."""
         return self.memory.phase != "optimizer"
@@ -368,9 +341,7 @@ class Recorder(TorchDispatchMode):
             return ran
         if types and wrap_others(types):
             return NotImplemented  # which runs what it makes of it
-        if self.paused:
-            return self.unrecorded(func, args, kwargs)
-        phase = self.memory.phase
+        phase = "" if self.paused else self.memory.phase
         if phase == "backward":
             if func is _ADD and not kwargs and _adds_in_place(args, self._held_alone):
                 func = _ADD_IN_PLACE
@@ -379,11 +350,12 @@ class Recorder(TorchDispatchMode):
         elif phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
         traits = traits_of(func)
-        if traits.composite:  # runs below a tensor that wraps others, where autograd did not decompose it
+        # Runs below a tensor that wraps others, where autograd did not decompose it.
+        if traits.composite and not self.paused:
             with self:
                 return func.decompose(*args, **kwargs)
         try:
-            if traits.takes_masks:
+            if traits.name in INDEXED_BY_MASKS:
                 args = self.values.without_masks(
                     traits, args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,))
                 )
@@ -391,6 +363,8 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             self.stack.note_failure(error, traits.name)
             raise
+        if self.paused:
+            return out
         if self.stack.running:
             self.stack.ran()
         if not traits.view:
@@ -424,7 +398,7 @@ class Recorder(TorchDispatchMode):
                         continue
                     self._cublas_threads.add(thread)
                 memory.take(0, "workspace", (traits.name, module, call))
-        if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
+        if self.log.keep_operators and traits.name not in NO_KERNEL and (fresh or traits.mutates):
             self.log.note(traits, module, args, inputs, outputs)
 
 
@@ -442,9 +416,10 @@ def _adds_in_place(args: tuple[Any, ...], alone: tuple[int, int] | None) -> bool
     if len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
         return False
     old, new = args
-    if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
+    if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype:
         return False
-    return _references(old) == alone
+    # Its elements fill its memory without gaps or overlaps, in any order of dimensions.
+    return span(old) == old.numel() and _references(old) == alone
 
 
 def _taken_over(gradient: Tensor) -> Tensor:
@@ -489,15 +464,3 @@ def references_of_the_last_holder() -> tuple[int, int] | None:
     except AttributeError:  # a release that does not show it
         return None
     return counts[0] if counts else None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements fill its memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for step, size in sorted(
-        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    ):
-        if step != expected:
-            return False
-        expected *= size
-    return True
