@@ -34,7 +34,13 @@ from featurize.operators.own_operators import DEQUANTIZATIONS
 from featurize.operators.replacing import all_replaced, if_imported, replaced
 from featurize.recording.block_record import GRAPHED, CudaGraphs
 from featurize.recording.compiled_graph import GraphReplay
-from featurize.recording.skeleton import compiled_function, compiled_functions, is_compiled, uncompiled_copy
+from featurize.recording.skeleton import (
+    closed_over,
+    compiled_function,
+    compiled_functions,
+    is_compiled,
+    uncompiled_copy,
+)
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -432,23 +438,11 @@ class AttributeReads:
         if isinstance(ours, MethodType) and isinstance(other, MethodType):
             return ours.__func__ is other.__func__ and self._same(ours.__self__, other.__self__, theirs)
         if isinstance(ours, FunctionType) and isinstance(other, FunctionType):
-            return ours.__code__ is other.__code__ and self._same(_bound(ours), _bound(other), theirs)
+            return ours.__code__ is other.__code__ and self._same(closed_over(ours), closed_over(other), theirs)
         if isinstance(ours, functools.partial) and isinstance(other, functools.partial):
             mine, its = ((part.func, part.args, part.keywords) for part in (ours, other))
             return self._same(mine, its, theirs)
         return False
-
-
-def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return the values that a function uses besides its code: a factory creates another function for each
-    layer."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            cells.append(cell)
-    return function.__defaults__, function.__kwdefaults__, vars(function), cells
 
 
 def _paths(module: nn.Module) -> dict[int, str]:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, overload
 
 import torch
@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from featurize.job.layers import Layer
 from featurize.operators.autocast import casting
-from featurize.operators.tensor_parts import PLAIN, SEQUENCES
-from featurize.recording.values import remember
+from featurize.operators.tensor_parts import PLAIN, SEQUENCES, tensors_in
+from featurize.recording.values import mapped, remember
 
 # Largest tensors, in elements, that a constructor gets as real memory. Those with specific values may be index tables
 # that it reads; random or uninitialised ones are future parameters, which are not read.
@@ -226,23 +226,24 @@ class _Construction(TorchFunctionMode):
             return _make(func, args, kwargs, _REAL_VALUES)
         if func in _FROM_DATA:
             device = None if _names_a_gpu(kwargs.get("device")) else kwargs.get("device")
-            return func(*args, **{**kwargs, "device": device or (None if _some(args, _is_tensor) else "cpu")})
+            here = None if list(tensors_in(args)) else "cpu"
+            return func(*args, **{**kwargs, "device": device or here})
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to:
             here = args[0].device
             args = tuple(here if _names_a_gpu(value) else value for value in args)
             kwargs = {key: here if _names_a_gpu(value) else value for key, value in kwargs.items()}
-        if _some(given, _is_meta) and _some(given, _is_real):
-            if _writes_into_real(func, args, kwargs):
+        if {tensor.is_meta for tensor in tensors_in(given)} == {True, False}:
+            if _writes_into_real(func, args):
                 return args[0]  # there are no values to write
-            args, kwargs = _all_meta(args), {key: _all_meta(value) for key, value in kwargs.items()}
+            args, kwargs = mapped((args, kwargs), _to_meta)
         return func(*args, **kwargs)
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
     """Run a function that creates a tensor: on the CPU up to `largest` elements, else on meta."""
-    if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
+    if kwargs.get("out") is not None or list(tensors_in(args)) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
     meant = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
     alike = torch.empty if func in (torch.zeros, torch.ones) else func  # their own meta kernels are written in Python
@@ -280,33 +281,15 @@ def _empty(tensor: Tensor, device: str = "meta") -> Tensor:
     return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
 
 
-def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Return whether an in-place function of a real tensor is given meta tensors."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _some(values: Iterable[Any], matches: Callable[[object], bool]) -> bool:
-    return any(matches(v) or (isinstance(v, list | tuple) and any(map(matches, v))) for v in values)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta
-
-
-def _all_meta(value: Any) -> Any:
-    if isinstance(value, list | tuple) and any(map(_is_real, value)):
-        return type(value)(map(_all_meta, value)) if type(value) in (list, tuple) else value
-    return value.to("meta") if _is_real(value) else value
+def _to_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 def _names_a_gpu(device: object) -> bool:
@@ -376,6 +359,12 @@ def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
             function = MethodType(function.__func__, module)
         functions[name] = function
     return functions
+
+
+def closed_over(function: FunctionType) -> tuple[object, ...]:
+    """Return the values that a function uses besides its code: defaults, attributes, and what its closure holds."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # others are not set yet
+    return function.__defaults__, function.__kwdefaults__, vars(function), cells
 
 
 def uncompiled_copy(module: nn.Module) -> nn.Module:

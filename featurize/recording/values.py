@@ -194,7 +194,7 @@ class Values:
         if not any(tensor.is_meta for tensor in tensors_in(args)):
             return NotImplemented
         try:
-            given, named = self._on_cpu((args, kwargs))
+            given, named = mapped((args, kwargs), self._on_cpu)
         except _Unknown:
             if name == "aten::nonzero" and args[0].dim():
                 self.assume(ALL_KEPT)
@@ -207,9 +207,7 @@ class Values:
             self._said_of.add(source)
             self.assume(ONES.format(name=source, place=self._place()))
         out = func(*given, **named)
-        if name == "aten::_to_copy" or not isinstance(out, Tensor | tuple | list):
-            return out
-        return self._as_meta(out)
+        return out if name == "aten::_to_copy" else mapped(out, self._as_meta)
 
     def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the input whose default decides these arguments' values; empty if there is none."""
@@ -319,7 +317,7 @@ class Values:
     def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> object:
         """Return the operator's result on the CPU. Raises `_Unknown` if an argument is not known, or the CPU cannot run
         it."""
-        given, named = self._on_cpu((args, kwargs))
+        given, named = mapped((args, kwargs), self._on_cpu)
         if named.get("device") is not None:
             named["device"] = torch.device("cpu")
         state = None
@@ -406,30 +404,18 @@ class Values:
 
         return weakref.ref(storage, died)
 
-    def _as_meta(self, out: object) -> object:
-        if isinstance(out, Tensor):
-            made = torch.empty_like(out, device="meta")
-            if _is_small(out):
-                self._know(made, out)
-            return made
-        if isinstance(out, tuple | list):
-            made_of = [self._as_meta(part) for part in out]
-            return made_of if isinstance(out, list) else tuple(made_of)
-        return out
+    def _as_meta(self, out: Tensor) -> Tensor:
+        made = torch.empty_like(out, device="meta")
+        if _is_small(out):
+            self._know(made, out)
+        return made
 
-    def _on_cpu(self, value: Any) -> Any:
-        """Return arguments with the values of all tensors. Raises `_Unknown` if one has none."""
-        if isinstance(value, Tensor):
-            values = None if value.is_sparse else self.of(value)
-            if values is None:
-                raise _Unknown
-            return values
-        if isinstance(value, dict):
-            return {key: self._on_cpu(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            given = [self._on_cpu(item) for item in value]
-            return given if isinstance(value, list) else tuple(given)
-        return value
+    def _on_cpu(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values. Raises `_Unknown` if it has none."""
+        values = None if tensor.is_sparse else self.of(tensor)
+        if values is None:
+            raise _Unknown
+        return values
 
 
 def _laid_out(held: torch.UntypedStorage, tensor: Tensor) -> Tensor:
@@ -467,7 +453,7 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
             yield from named_tensors(item, f"{name}[{position}]" if name else f"input {position + 1}")
 
 
-def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
+def mapped(value: object, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the value with every tensor replaced by the result of `function`; mappings become plain ones."""
     if isinstance(value, Tensor):
         return function(value)

@@ -24,7 +24,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pickle import Pickler, PicklingError
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,9 @@ from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
 from featurize.device.device_spec import AttentionKernels, DeviceSpec
+from featurize.job.training_settings import TrialConfig
 from featurize.operators.tensor_parts import PLAIN, is_freed, plain_parts
+from featurize.recording.skeleton import closed_over
 from featurize.recording.step_trace import (
     BLOCK_KINDS,
     BUCKET,
@@ -49,12 +51,7 @@ from featurize.recording.step_trace import (
 )
 from featurize.timing.collectives import KINDS
 
-if TYPE_CHECKING:
-    from featurize.job.training_settings import TrialConfig
-    from featurize.recording.step_trace import StepTrace
-
-    Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
-
+Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
@@ -225,7 +222,7 @@ class State(Fingerprint):
         holds."""
         if isinstance(code, type):
             return _rebuild_marker, ("class", id(code))
-        return _rebuild_marker, (_text_of(code.__code__),), _closed_over(code)
+        return _rebuild_marker, (_text_of(code.__code__),), closed_over(code)
 
 
 @functools.cache
@@ -272,12 +269,7 @@ def _own_function(function: types.FunctionType) -> Any:
         if isinstance(value, types.ModuleType) and not is_installed(value)
         for attribute in sorted(_names_in(code) & vars(value).keys())
     ]
-    return _rebuild_marker, (_text_of(code),), (_closed_over(function), _order(named), of_modules)
-
-
-def _closed_over(function: types.FunctionType) -> tuple[object, ...]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    return function.__defaults__, function.__kwdefaults__, vars(function), cells
+    return _rebuild_marker, (_text_of(code),), (closed_over(function), _order(named), of_modules)
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
@@ -348,10 +340,7 @@ def config_key(config: TrialConfig, parallel: object = None) -> str | None:
 def torch_state() -> str | None:
     """Return the settings of torch and timm in this process that may affect a trace, as text. None if hooks for all
     modules are installed, since their code cannot be fingerprinted."""
-    import torch
-    from torch.nn.modules import module
-
-    if module._has_any_global_hook():
+    if nn.modules.module._has_any_global_hook():
         return None
     of_timm = sys.modules.get("timm.layers.config")
     fused = os.environ.get("TIMM_FUSED_ATTN", 1) if of_timm is None else of_timm._USE_FUSED_ATTN
