@@ -380,7 +380,7 @@ class CachingAllocator:
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
         piece = self._grow(pool, size)
-        if piece is None and self._max_split < UNLIMITED and self._release_oversize(pool, size):
+        if piece is None and not self._expandable and self._release_oversize(pool, size):
             piece = self._grow(pool, size)
         if piece is None:
             for handle in list(self._retired):
@@ -430,16 +430,15 @@ class CachingAllocator:
         """Free the smallest unsplittable segment that makes room, or several, the largest first."""
         wanted = max(size, self._max_split)
         position = bisect_left(pool.keys, wanted << KEY_SHIFT)
-        if position < len(pool.keys) and not self._expandable:
+        if position < len(pool.keys):
             self._release(pool.by_key[pool.keys[position]])
             return True
         released = 0
-        for piece in reversed(pool.pieces()[:position]):
+        for piece in reversed(pool.pieces()):
             if released >= wanted or piece.size < self._max_split:
                 break
-            if not self._expandable:
-                released += piece.size
-                self._release(piece)
+            released += piece.size
+            self._release(piece)
         return released >= wanted
 
     def _collect_garbage(self, threshold_bytes: int) -> None:

@@ -220,7 +220,7 @@ def _scaled_dot_product(
     which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
     width = query.shape[-1]
     attends(width)
-    query, key, value, attn_mask = autocast.lower((query, key, value, attn_mask))
+    query, key, value, attn_mask = autocast.cast((query, key, value, attn_mask), autocast.dtype)
     half = query.dtype in _HALF
     aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
     fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4

@@ -55,10 +55,6 @@ class Autocast:
         """Begin a phase of the step."""
         self._cache = {} if phase == "forward" else None
 
-    def lower(self, value: Any) -> Any:
-        """Return a product's argument, cast to `dtype`."""
-        return self.cast(value, self.dtype)
-
     def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
         """Return floating-point tensors, also those in lists, in that type; unchanged without autocast."""
         if self.dtype is None:

@@ -272,20 +272,15 @@ def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int
 _ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward": _efficient_backward_bytes}
 
 
-def _recurrent_bytes(args: Sequence[Any]) -> int:
-    """Return the bytes of a recurrent layer's call, of either pass: weights and states, the batch in time order."""
+def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """Return a recurrent layer's call, of either pass: its workspace holds weights and states, and the batch in time
+    order."""
     x, weight, hx = args[0], args[1], args[4]
     sizes_and_flags = args[6:] if isinstance(args[6], int) else args[10:]  # of the forward pass, or of the backward
     mode, hidden_size, batch_first = sizes_and_flags[0], sizes_and_flags[1], sizes_and_flags[4]
     elements = matrix_elements(weight) + _RECURRENT_WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
-    if batch_first:
-        elements += x.numel()
-    return int(elements * x.element_size())
-
-
-def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    nbytes = _recurrent_bytes(args)
-    return (LibraryCall("recurrent", (tuple(args[0].shape),), args[0].element_size(), nbytes=nbytes),)
+    elements += x.numel() if batch_first else 0
+    return (LibraryCall("recurrent", (tuple(x.shape),), x.element_size(), nbytes=elements * x.element_size()),)
 
 
 def _softmax_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:

@@ -166,8 +166,8 @@ class GraphReplay:
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
         recorder = self._recorder_now()
-        again = recorder is not None and "recompute" in node.meta
-        with recorder.log.computing_again(again) if recorder is not None and again else contextlib.nullcontext():
+        again = "recompute" in node.meta
+        with contextlib.nullcontext() if recorder is None else recorder.log.computing_again(again):
             result = _call(node, values)
         self._keep(node, result, values)
         del result

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 from featurize.cudnn.signature import ConvolutionSignature
@@ -266,12 +267,8 @@ class StepTrace:
     @cached_property
     def breakdown(self) -> dict[str, int]:
         """Bytes alive at the peak, by block kind."""
-        live = peak = peak_at = 0
-        for index, event in enumerate(self.events):
-            live += event.nbytes
-            if live > peak:
-                peak, peak_at = live, index
+        live = list(accumulate([event.nbytes for event in self.events], initial=0))
         by_kind: Counter[str] = Counter()
-        for event in self.events[: peak_at + 1] if peak else ():
+        for event in self.events[: live.index(max(live))]:
             by_kind[self.blocks[event.block].kind] += event.nbytes
         return {kind: by_kind[kind] for kind in (*BLOCK_KINDS, *(by_kind.keys() - set(BLOCK_KINDS)))}

@@ -371,12 +371,8 @@ class StepSequence:
 
 def _born_bytes(stretch: Stretch) -> int:
     """Return the maximum of the bytes alive at once of the blocks that a stretch allocates."""
-    live = most = 0
-    for event in stretch.events:
-        if event.block not in stretch.entering:
-            live += event.nbytes
-            most = max(most, live)
-    return most
+    born = [event.nbytes for event in stretch.events if event.block not in stretch.entering]
+    return max(accumulate(born, initial=0))
 
 
 @contextlib.contextmanager

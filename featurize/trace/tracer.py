@@ -426,12 +426,10 @@ class Tracing:
         self._sequence: StepSequence | None = None
         self._second: SecondStep | None = None
         if len(of_shape) == 1:
-            second = None
             if self.repeats:
-                second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
-            self._second = second
-            keeps = second is not None or self._rank.keeps_operators
-            self._run_step(1, *of_shape[0], keep_operators=keeps)
+                self._second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
+            second = self._second
+            self._run_step(1, *of_shape[0], keep_operators=second is not None or self._rank.keeps_operators)
             batch = of_shape[0] if self._made_target is None else (of_shape[0][0], self._made_target)
             if second is not None and second.goes_alike():
                 second.run(tuple(tensors_of(batch)) if self.training_loop else ())
