@@ -67,9 +67,16 @@ def shape(simulated):
 @pytest.mark.parametrize(
     ("conf", "capacity", "script", "segments", "blocks"),
     [
-        # Segments.
+        # The segment follows from the rounded request.
+        ("", None, "+1", "+2", "0.000488281 -1.99951"),
+        ("", None, "1 1 1", "+2 +2", "1 1 | 1 -1"),  # the largest small requests share 2 MiB
+        ("", None, "1+1", "+20", "1.00049 -18.9995"),
+        ("", None, "10-512", "+20", "9.99951 -10.0005"),  # the largest request that shares a segment of 20 MiB
+        ("", None, "10-511", "+10", "10"),  # rounds to 10 MiB, which gets its own
+        ("", None, "10", "+10", "10"),
+        ("", None, "10+1", "+12", "10.0005 -1.99951"),  # and from there on in steps of 2 MiB
+        ("", None, "33", "+34", "34"),
         ("large_segment_size_mb:32", None, "2", "+32", "2 -30"),
-        ("", None, "1 1 1", "+2 +2", "1 1 | 1 -1"),  # small requests share 2 MiB
         ("", None, "5=a free a +1000", "+20 +2", "-20 | 0.000976562 -1.99902"),  # and never take of large segments
         # The smallest block that is large enough serves, among equal ones that of the lowest address.
         ("", None, "60=a 30=b 40 free a free b 25", "+60 +30 +40", "-60 | 25 -5 | 40"),
@@ -137,25 +144,6 @@ def test_zero_bytes_allocate_nothing_and_free_as_nothing():
     assert simulated.allocate(0) is None
     simulated.free(None)
     assert (simulated.allocated_bytes, simulated.reserved_bytes, simulated.snapshot()) == (0, 0, ())
-
-
-@pytest.mark.parametrize(
-    "request_bytes, segment_mib",
-    [
-        (1, 2),
-        (MIB, 2),  # the largest small request
-        (MIB + 1, 20),
-        (10 * MIB - 512, 20),  # the largest request that shares a segment of 20 MiB
-        (10 * MIB - 511, 10),  # rounds to 10 MiB, which gets its own
-        (10 * MIB, 10),
-        (10 * MIB + 1, 12),  # and from there on in steps of 2 MiB
-        (33 * MIB, 34),
-    ],
-)
-def test_the_segment_follows_from_the_rounded_request(request_bytes, segment_mib):
-    simulated = allocator()
-    simulated.allocate(request_bytes)
-    assert events(simulated) == f"+{segment_mib}"
 
 
 @pytest.mark.parametrize(

@@ -77,20 +77,18 @@ INDUCTOR = {"forward": 7 + 9, "backward": 16 + 18}
 LOSS = {"forward": 2, "backward": 4}  # which is not compiled
 
 
-def launches(trace):
-    counts = Counter()
-    for op in trace.operators:
-        counts[op.phase] += op.launches
-    return counts
-
-
-def traffic(trace):
-    return sum(op.bytes_read + op.bytes_written for op in trace.operators if op.phase != "optimizer")
-
-
-def test_as_many_kernels_run_as_inductor_schedules():
-    of_phase = launches(traced(Net(3), compile=True))
-    assert {phase: of_phase[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
+def test_as_many_kernels_run_as_inductor_schedules_and_move_less_than_eager_ones_in_less_time():
+    traces = traced(Net(3)), traced(Net(3), compile=True)
+    launches = Counter()
+    for op in traces[1].operators:
+        launches[op.phase] += op.launches
+    assert {phase: launches[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
+    eager, compiled = (
+        sum(op.bytes_read + op.bytes_written for op in trace.operators if op.phase != "optimizer") for trace in traces
+    )
+    assert compiled < eager
+    steps = [time_step(trace, DEVICE, Training()) for trace in traces]
+    assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
 
 
 @pytest.mark.slow
@@ -109,17 +107,6 @@ def test_inductor_schedules_so_many_kernels(monkeypatch):
     torch.manual_seed(0)
     torch.compile(Net(3))(torch.randn(ROWS, WIDTH)).pow(2).sum().backward()
     assert scheduled == list(INDUCTOR.values())
-
-
-@pytest.mark.parametrize("net", [Net, Chain])
-def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
-    eager, compiled = traced(net()), traced(net(), compile=True)
-    assert sum(launches(compiled).values()) < sum(launches(eager).values())
-    assert traffic(compiled) < traffic(eager)
-    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
-    assert products[0] == products[1]
-    steps = [time_step(trace, DEVICE, Training()) for trace in (eager, compiled)]
-    assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
 
 
 def pointwise(places, reads, makes, **changes):

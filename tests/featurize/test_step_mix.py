@@ -23,11 +23,7 @@ class EveryStepRuns(StepSequence):
     def play(self, shapes):
         for shape in shapes:
             self._sequence.append(self._ran(shape))
-        return max(range(max(shapes) + 1), key=lambda shape: LENGTHS[self.met_at(shapes, shape)])
-
-    @staticmethod
-    def met_at(shapes, shape):
-        return list(shapes).index(shape)
+        return max(range(max(shapes) + 1), key=lambda shape: LENGTHS[shapes.index(shape)])
 
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
