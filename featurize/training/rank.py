@@ -25,6 +25,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective, PipelinePart
 from featurize.recording.values import Inputs, tensors_of
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
+from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 ONE_BUCKET = (float("inf"),)
@@ -54,13 +55,16 @@ class Rank:
     recorder: Recorder
     _step: TrainingStep
 
+    def __init__(self, streams: Streams | None = None) -> None:
+        self._streams = streams or Streams()
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model that trains, before anything is spread. Raises `UsageError` if it is not supported."""
         return model
 
     def attach(self, recorder: Recorder) -> None:
         """Report the rank's events to a recorder from now on."""
-        self.recorder = recorder
+        self.recorder = self._streams.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         """Return this rank's part of the batch, if ranks share one. Raises `UsageError` where the batch does not
@@ -90,6 +94,7 @@ class Rank:
 
     def begin_step(self) -> None:
         """Reset the state of the last step."""
+        self._streams.begin_step()
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase of a step, which ends the last one. Raises `UsageError` where the job's wrapper would stop."""
@@ -100,7 +105,7 @@ class Rank:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step."""
-        return ()
+        return self._streams.collectives()
 
     def part(self) -> PipelinePart | None:
         """Return a pipeline rank's part in the last step; None for other jobs."""
@@ -111,7 +116,8 @@ class ReplicatedRank(Rank):
     """A rank that reduces gradients in the buckets of DistributedDataParallel, if the layout has such replicas.
     Micro-steps before the last of a step are assumed to run under `no_sync`."""
 
-    def __init__(self, parallel: Parallel, *, axis: str = "") -> None:
+    def __init__(self, parallel: Parallel, streams: Streams | None = None, *, axis: str = "") -> None:
+        super().__init__(streams)
         self.parallel, self._axis = parallel, axis
         self.bucket_limits = limits_of(parallel.ddp.bucket_cap_mb)
         self._replicas: list[Replica] = []
@@ -120,7 +126,7 @@ class ReplicatedRank(Rank):
     def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
         super().begin(step, inputs, target)
         if self.parallel.replicates:
-            self._replicas = [Replica(step.model, self.recorder, self.parallel, axis=self._axis)]
+            self._replicas = [Replica(step.model, self._streams, self.parallel, axis=self._axis)]
             step.model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, _model: nn.Module, _inputs: Any) -> None:
@@ -135,16 +141,9 @@ class ReplicatedRank(Rank):
             if self.parallel.ddp.broadcast_buffers:
                 replica.broadcast_buffers()
 
-    def begin_step(self) -> None:
-        for replica in self._replicas:
-            replica.begin_step()
-
     def begin_phase(self, phase: str) -> None:
         for replica in self._replicas:
             replica.begin_phase(phase)
-
-    def collectives(self) -> tuple[Collective, ...]:
-        return tuple(collective for replica in self._replicas for collective in replica.collectives())
 
 
 class Replica:
@@ -155,28 +154,34 @@ class Replica:
 
     Args:
         model: The model on the meta device, as the optimizer gets it.
-        recorder: The recorder of memory and operators.
+        streams: The GPU's streams, with the recorder of memory and operators.
         parallel: The wrapper's own settings.
         kind: Kind of the buckets' blocks.
         axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, parallel: Parallel, *, kind: str = BUCKET, axis: str = ""
+        self,
+        model: nn.Module,
+        streams: Streams,
+        parallel: Parallel,
+        *,
+        kind: str = BUCKET,
+        axis: str = "",
     ) -> None:
-        self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
+        assert streams.recorder is not None
+        self._model, self._recorder, self._streams = model, streams.recorder, streams
+        self._parallel, self._axis = parallel, axis
         self._kind, self._as_view = kind, parallel.ddp.gradient_as_bucket_view
         self.limits = limits_of(parallel.ddp.bucket_cap_mb)
         self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
         self.synchronizes = True
-        self._sent: list[Collective] = []  # collectives of buffers
         # id of a parameter -> itself, in the order of the first step's gradients
         self._complete: dict[int, Tensor] = {}
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
-        self._backward_end = 0  # number of operators before the end of the backward pass
         self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
-        with recorder, torch.no_grad():
+        with self._recorder, torch.no_grad():
             # The first rank's state is sent in flat copies, a few at a time.
             in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
             for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
@@ -187,11 +192,6 @@ class Replica:
             self._fill(assign_buckets(map(_size, self._parameters), limits)[::-1], self._parameters)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
-
-    def begin_step(self) -> None:
-        """Reset the list of collectives, and of buckets that are ready."""
-        self._sent = []
-        self._ready.clear()
 
     def rebuild(self) -> None:
         """Free the buckets and allocate the final ones when torch does: once, after the first gradients."""
@@ -218,7 +218,11 @@ class Replica:
         self._reduced.append(parameter)
 
     def _finish(self) -> None:
-        self._backward_end = len(self._recorder.log.operators)
+        """End the backward pass: buckets are reduced in their order (reducer.cpp: `mark_bucket_ready`)."""
+        ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
+        for nbytes, after in zip(self._bytes, ready, strict=True):
+            self._streams.wait_for(self._streams.send(ALL_REDUCE, nbytes, self._axis, asynchronous=True, after=after))
+        self._ready.clear()
         for parameter in self._reduced if not self._as_view else ():
             if parameter.grad is not None:
                 with torch.no_grad():
@@ -249,24 +253,15 @@ class Replica:
 
     def broadcast_buffers(self) -> None:
         """Send the first rank's buffers to all others."""
-        buffers, now = list(self._model.buffers()), len(self._recorder.log.operators)
+        groups = _in_groups(list(self._model.buffers()))
+        for members in groups:
+            self._streams.send(BROADCAST, sum(t.nbytes for t in members), self._axis)
         with torch.no_grad():
-            for members in _in_groups(buffers):
+            for members in groups:
                 _flat(members)
-                self._sent.append(Collective(BROADCAST, sum(t.nbytes for t in members), now, now, self._axis))
                 self._recorder.log.copied(members)  # into one
                 for buffer in members:
                     self._recorder.log.copied([buffer])  # and back
-
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return the ranks' collectives of the step so far. Buckets are reduced in their order (reducer.cpp:
-        `mark_bucket_ready`)."""
-        ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
-        reduced = zip(self._bytes, ready, strict=True)
-        return (
-            *self._sent,
-            *(Collective(ALL_REDUCE, nbytes, after, self._backward_end, self._axis) for nbytes, after in reduced),
-        )
 
     def without_gradient(self) -> list[str]:
         """Return the names of the parameters without a gradient although others were reduced, for which torch raises

@@ -125,9 +125,8 @@ class Ranks:
         return out
 
     def begin_step(self) -> None:
-        """Reset the state of the last step."""
+        """Reset the state of the last step, but for its streams."""
         self._under_way.clear()
-        self.streams.begin_step()
 
     def _axis(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))

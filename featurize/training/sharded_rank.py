@@ -14,7 +14,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conf.errors import UsageError
 from featurize.job.layout import ROTATIONS, Parallel
-from featurize.operators.replacing import instead_of, replaced
+from featurize.operators.replacing import Change, all_replaced, instead_of, replaced
 from featurize.operators.tensor_parts import is_shared
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
@@ -72,10 +72,9 @@ class ShardedRank(ReplicatedRank):
     def __init__(
         self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, experts: DeviceMesh | None = None
     ) -> None:
-        super().__init__(parallel, axis="ddp")
+        super().__init__(parallel, streams, axis="ddp")
         self.bucket_limits, self.needs_factory = None, parallel.degrees.own > 1
-        self._mesh, self._streams, self._experts = mesh, streams, experts
-        self._spreads = True
+        self._mesh, self._experts = mesh, experts
         self._sequence = sequence_mesh(mesh, parallel) if parallel.degrees.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
@@ -89,7 +88,6 @@ class ShardedRank(ReplicatedRank):
 
     def attach(self, recorder: Recorder) -> None:
         super().attach(recorder)
-        self._streams.recorder = recorder
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
         self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
@@ -110,24 +108,22 @@ class ShardedRank(ReplicatedRank):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the forward pass that found the target left the outermost unit gathered
-        self._spreads = any(is_shared(parameter) for parameter in model.parameters())
         return model
 
     def begin_step(self) -> None:
-        self._ranks.begin_step()
         super().begin_step()
+        self._ranks.begin_step()
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that does not
         communicate with other ranks."""
-        sent, ranks = self._streams.collectives(), self.parallel.ranks
-        if not (self._spreads or sent):
+        sent, ranks = super().collectives(), self.parallel.degrees.own
+        if ranks > 1 and not (sent or any(map(is_shared, self._step.model.parameters()))):
             raise UsageError(
                 f"parallel: own={ranks}: the factory spreads nothing: no parameter is a DTensor, and ranks send "
                 f"nothing; spread it there, as in own={ranks} with fully_shard(model), or give fsdp={ranks}"
             )
-        reduced = super().collectives()
-        return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
+        return tuple(sorted(sent, key=lambda collective: collective.after)) if self._replicas else sent
 
 
 @contextlib.contextmanager
@@ -151,8 +147,7 @@ def _quiet() -> Iterator[None]:
     """Hide warnings that the real job shows too: of fully_shard on outputs that are views, and of DTensor on
     consecutive reductions."""
     logger = logging.getLogger("torch.distributed")
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
         yield
@@ -278,11 +273,7 @@ def _is_balanced(parallel: Parallel) -> bool:
 _META = torch.device("meta")
 
 
-Replacement: TypeAlias = tuple[object, str, object]  # an owner, the name of its attribute, and the replacement
-
-
-@contextlib.contextmanager
-def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
+def shards_on_meta(streams: Streams, device: torch.device = _META) -> contextlib.AbstractContextManager[None]:
     """Make meshes represent GPUs that hold meta tensors while entered.
 
     Args:
@@ -294,23 +285,17 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         if streams.recorder is not None:
             streams.recorder.memory.resized(storage, nbytes)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            _heard(torch.UntypedStorage, "resize_", resized),
-            *_replacements_of_fully_shard(streams, device),
-            *_replacements_of_flat(streams, device),
-        ):
-            stack.enter_context(replaced(owner, name, value))
-        yield
+    changes = *_changes_of_fully_shard(streams, device), *_changes_of_flat(streams, device)
+    return all_replaced((_heard(torch.UntypedStorage, "resize_", resized), *changes))
 
 
-def _around(owner: object, name: str, function: Callable[..., Any]) -> Replacement:
-    """Return the replacement that calls `function` with the original, then with its arguments."""
+def _around(owner: object, name: str, function: Callable[..., Any]) -> Change:
+    """Return the change that calls `function` with the original, then with its arguments."""
     return owner, name, instead_of(getattr(owner, name), function)
 
 
-def _heard(owner: object, name: str, heard: Callable[..., None]) -> Replacement:
-    """Return the replacement that calls `heard(result, *arguments)` after the original."""
+def _heard(owner: object, name: str, heard: Callable[..., None]) -> Change:
+    """Return the change that calls `heard(result, *arguments)` after the original."""
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
@@ -320,8 +305,8 @@ def _heard(owner: object, name: str, heard: Callable[..., None]) -> Replacement:
     return _around(owner, name, call)
 
 
-def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
-    """Return the replacements that make `fully_shard` and DTensor work on meta."""
+def _changes_of_fully_shard(streams: Streams, device: torch.device) -> tuple[Change, ...]:
+    """Return the changes that make `fully_shard` and DTensor work on meta."""
 
     def foreach_reduce(
         reduce: Callable[..., Any], params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any
@@ -365,8 +350,8 @@ def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tupl
     )
 
 
-def _replacements_of_flat(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
-    """Return the replacements that make FSDP1's flat parameters on meta represent those on a GPU."""
+def _changes_of_flat(streams: Streams, device: torch.device) -> tuple[Change, ...]:
+    """Return the changes that make FSDP1's flat parameters on meta represent those on a GPU."""
 
     def init_device_handle(state: Any, *_: object) -> Any:
         state._device_handle = streams

@@ -28,6 +28,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
 from featurize.training.rank import Replica
+from featurize.training.streams import Streams
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 
@@ -53,7 +54,8 @@ class RankZero:
 
     def __init__(self, recorder: Recorder, command: ScriptCommand) -> None:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
-        self._wrappers: list[Replica | ZeroRank] = []
+        self.streams = Streams()
+        self.streams.recorder = recorder
         self._zero: ZeroRank | None = None
         self._wrapper: Parallel | None = None  # layout of the first replica
         self._ranks: Ranks | None = None  # there is a process group of several ranks
@@ -65,26 +67,22 @@ class RankZero:
         wrappers then run on meta tensors, where the release allows that."""
         if self._ranks is not None:
             return
-        from featurize.training.ranks import Ranks  # their imports are slow
-        from featurize.training.streams import Streams
+        from featurize.training.ranks import Ranks  # its imports are slow
 
         complete_collectives()
-        streams = Streams()
-        streams.recorder = self.recorder
-        self._ranks = Ranks(streams, {})
+        self._ranks = Ranks(self.streams, {})
         self.recorder.among_ranks = self._ranks.ran
         if "fsdp" not in refused_modes():
             from featurize.training.sharded_rank import shards_on_meta
 
-            self._entered.enter_context(shards_on_meta(streams, CUDA))
+            self._entered.enter_context(shards_on_meta(self.streams, CUDA))
 
     def settings(self, **given: Any) -> Parallel:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
         return self._command.layout(self.launched).changed(own=1, ddp=self.launched, **given)
 
-    def add(self, replica: Replica, settings: Parallel | None) -> None:
-        """Add a wrapped model; `settings` is None for replicas on some of the ranks."""
-        self._wrappers.append(replica)
+    def add(self, settings: Parallel) -> None:
+        """Add a wrapped model with replicas on all ranks."""
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
@@ -98,7 +96,6 @@ class RankZero:
         played.attach(self.recorder)
         self.parameters = parameters
         self._zero = played
-        self._wrappers.append(played)
         return played
 
     def begin_backward(self) -> None:
@@ -120,15 +117,16 @@ class RankZero:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        for wrapper in self._wrappers:
-            wrapper.begin_step()
+        self.streams.begin_step()
+        if self._zero is not None:
+            self._zero.begin_step()
         if self._ranks is not None:
             self._ranks.begin_step()
 
     def end_step(self) -> None:
         """End a step; the last step's collectives count."""
-        sent = () if self._ranks is None else self._ranks.streams.collectives()
-        self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
+        of_zero = () if self._zero is None else self._zero.collectives()
+        self._collectives = (*self.streams.collectives(), *of_zero)
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return the collectives of the last step; empty for a single process."""
@@ -426,13 +424,14 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         )
         replica = Replica(
             module,
-            rank.recorder,
+            rank.streams,
             settings,
             kind=BUCKET if rank.launched > 1 else "gradient",
             axis=rank.axis_of(process_group),
         )
         object.__setattr__(self, REPLICA, replica)
-        rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
+        if dist.get_world_size(process_group) == rank.launched:
+            rank.add(settings)
 
     for name, function in (
         ("__init__", init),
