@@ -17,57 +17,14 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from featurize.recording.recorder import Recorder
-from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.optimizers import OwnOptimizer, run_step, state_tensors
 from featurize.training.rank import Rank, dense_parameters
-from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
-_ALIGNMENT = 2  # elements of each rank's part: nccl_start_alignment_factor
-
-
-class FlatPartition:
-    """Parameters joined in a flat buffer, padded so that all ranks update an even number of elements
-    (`get_partition_info`).
-
-    Args:
-        sizes: Elements of each parameter.
-        ranks: Ranks that share them.
-    """
-
-    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
-        self.sizes, self.ranks = tuple(sizes), ranks
-        unit = _ALIGNMENT * ranks
-        self.padded = math.ceil(sum(sizes) / unit) * unit  # elements of the buffer
-        self.size = self.padded // ranks  # elements of each rank's part
-        self.starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-
-    def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Return the part that a rank updates: index of a parameter -> its first element there, and the number."""
-        begin, end = self.size * rank, self.size * (rank + 1)
-        edges = [
-            (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)
-        ]
-        return {place: (first, last - first) for place, (first, last) in enumerate(edges) if first < last}
-
-    def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the rank and the number of elements of each piece of consecutive parameters; neighbouring pieces of
-        one rank are joined."""
-        pieces = []
-        for place in places:
-            position, end = self.starts[place], self.starts[place] + self.sizes[place]
-            while position < end:
-                rank = position // self.size
-                count = min(end, self.size * (rank + 1)) - position
-                pieces.append((rank, count))
-                position += count
-        return [
-            (rank, sum(count for _, count in run))
-            for rank, run in itertools.groupby(pieces, key=lambda piece: piece[0])
-        ]
+_ALIGNMENT = 2  # each rank's part has an even number of elements: nccl_start_alignment_factor
 
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -85,9 +42,9 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
+        super().__init__()
         self._zero, self._ranks = parallel.zero, parallel.degrees.ddp
         self._rank, self._settings = rank, settings
-        self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
@@ -96,10 +53,6 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._elements = 0  # of these gradients
         self.inner: list[torch.optim.Optimizer] = []  # each has one master weight
-
-    def attach(self, recorder: Recorder) -> None:
-        super().attach(recorder)
-        self._streams.recorder = recorder
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
@@ -117,8 +70,8 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         return self
 
     def begin_step(self) -> None:
+        super().begin_step()
         self._passes = 0
-        self._streams.begin_step()
 
     def begin_phase(self, phase: str) -> None:
         if self._in_backward:
@@ -126,10 +79,12 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         self._passes += phase == "forward"
         self._in_backward = phase == "backward"
 
-    def collectives(self) -> tuple[Collective, ...]:
-        return self._streams.collectives()
-
     # -- the bucket
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Handle a complete gradient."""
+        self._streams.name([gradient_of(parameter)], UNREDUCED)
+        self._add(parameter)
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
@@ -198,9 +153,10 @@ class PartitionedRank(ZeroRank):
     @torch.no_grad()
     def wrap_model(self, model: nn.Module) -> nn.Module:
         trained, streams = one_type(model), self._streams
-        self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
-        self._partition = FlatPartition([p.numel() for p in trained], self._ranks)
-        self._own = self._partition.of_rank(self._rank)
+        self._trained, sizes = trained, [p.numel() for p in trained]
+        self._size = math.ceil(sum(sizes) / (_ALIGNMENT * self._ranks)) * _ALIGNMENT  # elements of each rank's part
+        self._starts: dict[Tensor, int] = dict(zip(trained, itertools.accumulate(sizes, initial=0), strict=False))
+        self._own = self._own_parts()
         self._contiguous = self._zero.contiguous_gradients or self._offloads
         self._beside = streams.Stream() if self._zero.overlap_comm else streams.main
         self._buffers: list[Tensor] = []  # the first one holds the bucket
@@ -208,26 +164,45 @@ class PartitionedRank(ZeroRank):
         self._kept: Tensor | None = None  # the rank's own gradients, joined
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
-        self._on_host: set[int] = set()  # indices of parameters with gradients of earlier micro-steps in host memory
+        self._on_host: set[Tensor] = set()  # parameters with gradients of earlier micro-steps in host memory
         self._averaged: list[Tensor] = []  # the partition's gradients, after the step's last backward pass
         self._norms: list[Tensor] = []  # norms of gradients in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
-            padding = self._partition.padded - sum(self._partition.sizes)
-            padding_tensors = (
-                [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
-            )
-            self._flat = flatten([*trained, *padding_tensors])
-            self.recorder.memory.name([self._flat], "parameter")
-            for parameter, start in zip(trained, self._partition.starts, strict=True):
+            padding = self._size * self._ranks - sum(sizes)
+            self._flat = flatten([*trained, *([self._zeros(padding)] if padding else [])])
+            streams.name([self._flat], "parameter")
+            for parameter, start in self._starts.items():
                 parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             if self._offloads:
-                most = max(self._partition.sizes)
-                self._largest = torch.zeros(most, dtype=trained[0].dtype, device=trained[0].device)
+                self._largest = self._zeros(max(sizes))
                 streams.name([self._largest], COMMUNICATION)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._arrived)
         return model
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=self._trained[0].dtype, device=self._trained[0].device)
+
+    def _own_parts(self) -> dict[Tensor, tuple[int, int]]:
+        """Return the part that the rank updates: parameter -> its first element there, and their number."""
+        begin, end = self._size * self._rank, self._size * (self._rank + 1)
+        edges = {p: (max(begin - start, 0), min(end - start, p.numel())) for p, start in self._starts.items()}
+        return {parameter: (first, last - first) for parameter, (first, last) in edges.items() if first < last}
+
+    def _slices(self, parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+        """Return the rank and the number of elements of each piece of consecutive parameters; neighbouring pieces of
+        one rank are joined."""
+        pieces = []
+        for parameter in parameters:
+            position, end = self._starts[parameter], self._starts[parameter] + parameter.numel()
+            while position < end:
+                rank = position // self._size
+                count = min(end, self._size * (rank + 1)) - position
+                pieces.append((rank, count))
+                position += count
+        of_ranks = itertools.groupby(pieces, key=lambda piece: piece[0])
+        return [(rank, sum(count for _, count in of_rank)) for rank, of_rank in of_ranks]
 
     def _make_masters(self, make: Make) -> None:
         copy = self._part().detach().clone()
@@ -236,12 +211,11 @@ class PartitionedRank(ZeroRank):
 
     def _part(self) -> Tensor:
         """Return the rank's part of the parameters."""
-        return self._flat.narrow(0, self._rank * self._partition.size, self._partition.size)
+        return self._flat.narrow(0, self._rank * self._size, self._size)
 
     # -- gradients
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
         if self._contiguous and not self._buffers:
             size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
             self._buffers = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)]
@@ -285,9 +259,7 @@ class PartitionedRank(ZeroRank):
             self._free_late()
         with self._streams.stream(self._beside):
             if not self._contiguous:
-                gradients = [gradient_of(p) for p in waiting]
-                self._all_reduce(gradients, [True] * len(gradients), divides=True)
-                del gradients
+                self._all_reduce([(gradient_of(p), True) for p in waiting], divides=True)
             elif self._elements <= self._zero.reduce_bucket_size:
                 self._reduce_pieces(self._buffers[0][: self._elements])
             else:
@@ -298,36 +270,37 @@ class PartitionedRank(ZeroRank):
 
     def _reduce_pieces(self, bucket: Tensor) -> None:
         """Join each rank's pieces of a bucket, and copy the sum of the rank's own back."""
-        bucket.div_(self._partition.ranks)
-        groups: list[list[tuple[int, Tensor]]] = [[]]
+        bucket.div_(self._ranks)
+        groups: list[list[tuple[Tensor, bool]]] = [[]]
         position = elements = 0
-        for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
+        for rank, count in self._slices(self._waiting):
             if elements > self._zero.reduce_bucket_size:
                 groups.append([])
                 elements = 0
-            groups[-1].append((rank, bucket.narrow(0, position, count)))
+            groups[-1].append((bucket.narrow(0, position, count), rank == self._rank))
             position, elements = position + count, elements + count
         for group in groups:
-            self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
+            self._all_reduce(group)
 
-    def _all_reduce(self, tensors: list[Tensor], keeps: list[bool], *, divides: bool = False) -> None:
-        together = flatten(tensors)
+    def _all_reduce(self, pieces: Sequence[tuple[Tensor, bool]], *, divides: bool = False) -> None:
+        """Reduce tensors together; those that the rank keeps get their sum."""
+        together = flatten([tensor for tensor, _ in pieces])
         self._streams.name([together], COMMUNICATION)
         if divides:
-            together.div_(self._partition.ranks)
+            together.div_(self._ranks)
         self._streams.send(ALL_REDUCE, together.nbytes, "")
-        for tensor, is_kept, summed in zip(tensors, keeps, together.split([t.numel() for t in tensors]), strict=True):
+        sums = together.split([tensor.numel() for tensor, _ in pieces])
+        for (tensor, is_kept), summed in zip(pieces, sums, strict=True):
             if is_kept:
                 tensor.copy_(summed.view(tensor.shape))
 
     def _leave(self, parameter: Tensor) -> None:
-        is_own = self._places[id(parameter)] in self._own
+        is_own = parameter in self._own
         if is_own and self._offloads:
             self._to_host(parameter)
         elif is_own and self._contiguous:  # out of the bucket, which will be filled again
             if self._kept is None:
-                size = sum(self._partition.sizes[place] for place in self._own)
-                self._kept = self._streams.empty(size, parameter, "gradient")
+                self._kept = self._streams.empty(sum(p.numel() for p in self._own), parameter, "gradient")
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
         elif not is_own and self._zero.stage == 2:
@@ -339,16 +312,16 @@ class PartitionedRank(ZeroRank):
     def _to_host(self, parameter: Tensor) -> None:
         """Add gradients of earlier micro-steps in host memory, and copy the sum there; the last one also takes its
         norm."""
-        place, gradient = self._places[id(parameter)], gradient_of(parameter)
-        if place in self._on_host:
+        gradient = gradient_of(parameter)
+        if parameter in self._on_host:
             back = self._largest.narrow(0, 0, parameter.numel())
             self._streams.copied(back)
             gradient.view(-1).add_(back)
-        if place in self._on_host or not self.is_boundary():
+        if parameter in self._on_host or not self.is_boundary():
             self._streams.copied(gradient)
-            self._on_host.add(place)
+            self._on_host.add(parameter)
         if self.is_boundary():
-            piece = gradient.view(-1).narrow(0, *self._own[place])
+            piece = gradient.view(-1).narrow(0, *self._own[parameter])
             self._norms.append(torch.linalg.vector_norm(piece.to(torch.float64)))
             if gradient.dtype is not torch.float32:
                 look_for_overflow(gradient)
@@ -357,8 +330,7 @@ class PartitionedRank(ZeroRank):
 
     @torch.no_grad()
     def _sum(self) -> None:
-        parameters = [self._trained[place] for place in self._own]
-        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        new = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._own]
         if self._summed is None:
             self._summed = new
         else:
@@ -370,9 +342,8 @@ class PartitionedRank(ZeroRank):
             total if count == total.numel() else total.reshape(-1).narrow(0, first, count)
             for total, (first, count) in zip(self._summed, self._own.values(), strict=True)
         ]
-        if unused := self._partition.size - sum(count for _, count in self._own.values()):
-            first_one = self._trained[0]
-            self._averaged.append(torch.zeros(unused, dtype=first_one.dtype, device=first_one.device))
+        if unused := self._size - sum(count for _, count in self._own.values()):
+            self._averaged.append(self._zeros(unused))
         self._summed = None
 
     def _free_late(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from featurize.job.layout import Zero
 from featurize.operators.replacing import replaced
-from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from featurize.training.streams import OneStream, Streams
 from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of, one_type
@@ -41,6 +41,7 @@ class ZeroShardedRank(ZeroRank):
         with self.recorder:
             self._shared = SharedParameters(model, zero, self._ranks, streams, gathers)
             self._trained = [shared for shared in self._shared.all if shared.parameter.requires_grad]
+            self._counts = [shared.count for shared in self._trained]
             self._flat = None if zero.offload_param else self._make_parts()
         for shared in self._trained:
             shared.parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -49,27 +50,25 @@ class ZeroShardedRank(ZeroRank):
 
     def _make_parts(self) -> Tensor:
         """Return the rank's parts of trained parameters in one buffer. Other parameters have a buffer each."""
-        first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
-        flat = torch.empty(sum(counts), dtype=first.dtype, device=first.device)
-        for shared, part in zip(self._trained, flat.split(counts), strict=True):
+        flat = self._streams.empty(sum(self._counts), self._trained[0].parameter, "parameter")
+        for shared, part in zip(self._trained, flat.split(self._counts), strict=True):
             shared.part = part
         for shared in self._shared.all:
             if not shared.parameter.requires_grad:
                 shared.part = self._streams.empty(shared.count, shared.parameter, "parameter")
-        self._streams.name([flat], "parameter")
         return flat
 
     def _make_masters(self, make: Make) -> None:
         self._make_groups(make)
-        first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
+        first = self._trained[0].parameter
         self._bucket: Tensor | None = None
         self._parts: dict[Shared, Tensor] = {}  # the rank's parts of the gradients
         if self._zero.contiguous_gradients:
             self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
         if not self._offloads:
-            self._gradients = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
+            self._gradients = torch.zeros(sum(self._counts), dtype=first.dtype, device=first.device)
             self._streams.name([self._gradients], "gradient")
-            self._parts = dict(zip(self._trained, self._gradients.split(counts), strict=True))
+            self._parts = dict(zip(self._trained, self._gradients.split(self._counts), strict=True))
 
     def _make_groups(self, make: Make) -> None:
         self._groups: list[list[Shared]] = [[]]  # parameters that are updated together (`_create_fp16_sub_groups`)
@@ -85,11 +84,6 @@ class ZeroShardedRank(ZeroRank):
             self._add_master(make, copy.clone())
 
     # -- gradients
-
-    def _arrived(self, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
-        self._streams.name([gradient_of(parameter)], UNREDUCED)
-        self._add(parameter)
 
     def _move(self, parameter: Tensor, *, fits: bool) -> None:
         self._reduces.wait_stream(self._streams.current_stream())
@@ -204,12 +198,12 @@ class Shared:
 
 @dataclass(eq=False)
 class Gathering:
-    """Parameters being gathered. Several of them share one buffer, which lives until each of them was used."""
+    """Parameters being gathered; none once they were waited for. Several share one buffer, which lives until each of
+    them was used."""
 
     sent: int
     several: Sequence[Shared]
     buffer: Tensor | None
-    is_over: bool = False
 
 
 _LONG_AGO = -1
@@ -258,34 +252,34 @@ class SharedParameters:
         model.register_forward_pre_hook(lambda *_: self._begin_pass())
         for module in list(model.modules()):
             _hook(module, self._entered, self._left)
-        for module in model.modules():
             module._parameters = LentParameters(module._parameters, self._took)
 
     # -- gathering
 
-    def _gather(self, wanted: Iterable[Shared]) -> Gathering:
-        """Begin to gather parameters that are not present, on the current stream."""
+    def _begin(self, wanted: Sequence[Shared]) -> None:
+        """Begin to gather parameters that are not present, on their own stream."""
+        if not wanted:
+            return
         several = sorted(wanted, key=lambda shared: shared.number)
         count, together = sum(shared.count for shared in several), len(several) > 1
-        sources = [self._source(shared) for shared in several]
-        kind = COMMUNICATION if together else GATHERED
-        flat = self._streams.empty(count * self._ranks, several[0].parameter, kind)
-        if together:
-            self._streams.copied(flat[:count])
-        del sources
-        # The host launches it at the kernels' present moment.
-        self._streams.current_stream().wait_stream(self._streams.main)
-        sent = self._streams.send(ALL_GATHER, flat.nbytes, "", asynchronous=True)
+        with self._streams.stream(self._stream):
+            sources = [self._source(shared) for shared in several]
+            kind = COMMUNICATION if together else GATHERED
+            flat = self._streams.empty(count * self._ranks, several[0].parameter, kind)
+            if together:
+                self._streams.copied(flat[:count])
+            del sources
+            self._stream.wait_stream(self._streams.main)  # the host launches it at the kernels' present moment
+            sent = self._streams.send(ALL_GATHER, flat.nbytes, "", asynchronous=True)
         if not together:
             self._put(several[0], flat)
-        for shared in several:
-            shared.state = COMING
-        return Gathering(sent, several, flat if together else None)
+        gathering = Gathering(sent, several, flat if together else None)
+        for shared in wanted:
+            shared.state, self._coming[shared] = COMING, gathering
+            self._gathered += shared.numel
 
     def _finish(self, gathering: Gathering) -> None:
         """Wait for parameters, and copy them out of their buffer."""
-        if gathering.is_over:
-            return
         self._streams.wait_for(gathering.sent)
         for shared in gathering.several:
             if gathering.buffer is not None:
@@ -293,7 +287,7 @@ class SharedParameters:
                 self._streams.copied(full)
                 self._put(shared, full)
             shared.state = HERE
-        gathering.is_over = True
+        gathering.several = ()
 
     def gather_each(self, wanted: Iterable[Shared]) -> None:
         """Gather parameters one by one, and wait for them (`_allgather_params_coalesced`)."""
@@ -348,7 +342,7 @@ class SharedParameters:
         if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
             # The pass deviates from the recorded order.
             self._records = self._complete = False
-            self._order, self._sequence, self._to_come, self._fetched_for = [], [], deque(), {}
+            self._order = []
             self._wait_for_rest()
         if self._records and not self._complete:
             self._order.append(module)
@@ -434,15 +428,6 @@ class SharedParameters:
                 ahead.append(shared)
                 elements += shared.numel
         self._begin(ahead)
-
-    def _begin(self, several: list[Shared]) -> None:
-        if not several:
-            return
-        self._gathered += sum(shared.numel for shared in several)
-        with self._streams.stream(self._stream):
-            gathering = self._gather(several)
-        for shared in several:
-            self._coming[shared] = gathering
 
     def _release(self, shared: Shared) -> None:
         if shared.state == HERE and not shared.users:
@@ -538,17 +523,15 @@ class LentParameters(dict[str, nn.Parameter | None]):
         return parameter
 
 
-@contextlib.contextmanager
-def frugal_linear() -> Iterator[None]:
+def frugal_linear() -> contextlib.AbstractContextManager[None]:
     """Make `nn.functional.linear` keep the weight itself for the backward pass while entered: a view would keep the
     gathered weight alive."""
+    return replaced(nn.functional, "linear", _linear)
 
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
-        output: Tensor = _Linear.apply(input, weight, bias)
-        return output
 
-    with replaced(nn.functional, "linear", linear):
-        yield
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names
+    output: Tensor = _Linear.apply(input, weight, bias)
+    return output
 
 
 class _Linear(torch.autograd.Function):
