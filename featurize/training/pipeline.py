@@ -42,7 +42,6 @@ from featurize.training.stages import (
     RepeatedPasses,
     Stage,
     Survey,
-    cut,
     like,
     starts_of,
     survey_model,
@@ -91,11 +90,7 @@ class TracedStage(PipelineStage):
                 self._rank.leave()
             return [output]
 
-        return self._run(FORWARD, compute)[0]
-
-    def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch of the last forward pass; `compute()` computes it."""
-        return self._run(LOSS, lambda: [compute()])[0]
+        return self.run(FORWARD, compute)[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._begin("backward", bwd_chunk_id)
@@ -111,9 +106,10 @@ class TracedStage(PipelineStage):
             gradients, _ = super(TracedStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             return gradients
 
-        return tuple(self._run(BACKWARD, compute)), None
+        return tuple(self.run(BACKWARD, compute)), None
 
-    def _run(self, kind: str, compute: Callable[[], Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+    def run(self, kind: str, compute: Callable[[], Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+        """Return the results of a pass over the micro-batch of the last forward or backward pass."""
         return self._rank.passes.run(kind, self.stage_index, self._micro_batch, compute)
 
     def _begin(self, phase: str, micro_batch: int) -> None:
@@ -251,7 +247,7 @@ class PipelineRank(ShardedRank):
         with torch.enable_grad():
             survey = survey_model(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)
-        gathered = units(model, parallel.fsdp.wrap) if parallel.sharded > 1 else []
+        gathered = units(model, parallel.fsdp.wrap)
         if not self._stages:
             given = [example_of(survey.outputs[start - 1], parallel) for start in starts[1:-1]]
             self._part = replace(
@@ -260,7 +256,7 @@ class PipelineRank(ShardedRank):
                 starts=tuple(survey.paths[start] for start in starts[1:-1]),
                 sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
             )
-        stage = cut(model, survey, starts[number], starts[number + 1], inputs, self.recorder)
+        stage = Stage(model, survey, starts[number], starts[number + 1], inputs, self.recorder)
         if not any(parameter.requires_grad for parameter in model.parameters()):  # PyTorch's ranks would wait forever
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         remaining = {id(module) for module in model.modules()}
@@ -279,7 +275,7 @@ class PipelineRank(ShardedRank):
         """
         parallel, self._step = self.parallel, step
         if parallel.replicates:
-            self._replicas = [Replica(stage.model, self.recorder, parallel, axis="ddp") for stage in self._stages]
+            self._replicas = [Replica(stage.model, self._streams, parallel, axis="ddp") for stage in self._stages]
         self.passes = self._repeated_passes((*tensors_of(inputs), *tensors_of(target)))
         group = self._mesh.get_group(AXIS)
         replicas: Sequence[Replica | None] = self._replicas or [None] * len(self._stages)
@@ -291,13 +287,13 @@ class PipelineRank(ShardedRank):
         scale, last = step.settings.accumulation, self._stages[-1]
 
         def loss_of(_output: Any, chunk: Tensor) -> Any:
-            def compute() -> Tensor:
+            def compute() -> list[Tensor]:
                 loss = step.loss(last.output(), target if is_undivided else chunk)
                 loss = loss / scale if scale > 1 else loss
                 self.leave()
-                return loss
+                return [loss]
 
-            return stages[-1].loss(compute)
+            return stages[-1].run(LOSS, compute)[0]
 
         self._schedule = schedule_class(parallel)(
             stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
@@ -341,11 +337,8 @@ class PipelineRank(ShardedRank):
             if number:
                 step.on_batch()
             step.on_phase("forward")
-            args: Sequence[object] = ()
-            kwargs: Mapping[str, object] = {}
-            if self._stages[0].first:
-                given = step.convert(inputs)
-                args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+            given = step.convert(inputs) if self._stages[0].first else ()  # it lives until the next one
+            args, kwargs = _as_call(given)
             losses: list[Tensor] = []
             self.passes.begin_schedule()
             output = self._run_schedule(args, kwargs, losses)
@@ -380,8 +373,12 @@ class PipelineRank(ShardedRank):
         return self._part
 
 
+def _as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
 def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = _as_call(inputs)
     of_args, of_kwargs = split_args_kwargs_into_chunks(args, kwargs, chunks)
     return of_kwargs[0] if kwargs else of_args[0]
 

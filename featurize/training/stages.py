@@ -1,6 +1,6 @@
 """A model cut into the stages of a pipeline, each with a part of the repeated blocks, and passes that repeat.
 
-Start reading at `survey_model`, which inspects the whole model, and at `cut`. Code before the blocks belongs to the
+Start reading at `survey_model`, which inspects the whole model, and at `Stage`. Code before the blocks belongs to the
 first stage, code after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its operators, its
 collectives, and its allocations and frees. That record is repeated for other micro-batches, with tensors in place of
 the stage's results.
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -287,7 +287,18 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class Stage:
-    """A model that runs as one stage, made by `cut`: its first argument is the previous stage's output.
+    """A model reduced to one stage, which changes it: its first argument is the previous stage's output.
+
+    Modules outside of the blocks stay, so that values that they compute without parameters (positions, masks) exist in
+    each stage; they run unrecorded in the other stages. The model's own hooks still apply to its whole forward pass.
+
+    Args:
+        model: The whole model, as it was surveyed.
+        survey: The model's survey.
+        begin: Place of the stage's first member.
+        end: The place after its last one.
+        inputs: One micro-batch. Stages after the first need it for values that they compute from it.
+        recorder: The step's recorder.
 
     first, last   whether it is the first or the last stage
     received, given   tensors like its input and its output; the first stage receives none
@@ -304,13 +315,31 @@ class Stage:
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
         self._output: Any = None
-
-    def take_over(self) -> None:
-        """Make the model run as this stage. Its own hooks still apply to its whole forward pass."""
+        for place, name in enumerate(survey.names):
+            if not begin <= place < end:
+                survey.container._modules[name] = _Placeholder(
+                    survey.forms[place], self._giver(survey, place, begin, end)
+                )
+        # With the code before the first member, and that after the last one.
+        own_places = set(range(begin - self.first, end + self.last))
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and not survey.uses[id(parameter)] & own_places:
+                    del module._parameters[name]
+                    vars(module)[name] = parameter.detach()
         replaced_names = ("_forward_pre_hooks", "_forward_hooks", "forward")
-        self._own = {name: getattr(self.model, name) for name in replaced_names}
+        self._own = {name: getattr(model, name) for name in replaced_names}
         self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these apply to the stage
-        vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
+        vars(model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
+
+    def _giver(self, survey: Survey, place: int, begin: int, end: int) -> Callable[[Tensor | None], Tensor]:
+        """Return what gives the next member's input in place of a member of another stage."""
+        example = survey.outputs[place].detach()
+        if place == begin - 1:
+            return self._arrive
+        if place == end:
+            return functools.partial(self._leave, survey.paths[place], example)
+        return lambda _taken: example
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's whole forward pass, with its own hooks. It is not run on a copy, as members and hooks may
@@ -344,7 +373,7 @@ class Stage:
         output, self._output = self._output, None
         return output
 
-    def arrived(self, _taken: Tensor | None) -> Tensor:
+    def _arrive(self, _taken: Tensor | None) -> Tensor:
         """Return the previous stage's result: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
@@ -352,7 +381,7 @@ class Stage:
         torch.set_grad_enabled(True)
         return arriving
 
-    def leave(self, path: str, example: Tensor, taken: Tensor | None) -> Tensor:
+    def _leave(self, path: str, example: Tensor, taken: Tensor | None) -> Tensor:
         """Store the result that is passed on, and return a tensor in place of the next member's: another stage runs
         from here on. Raises `UsageError` with that member's path if it takes no tensor."""
         if taken is None:
@@ -367,44 +396,6 @@ class Stage:
     def _stop(self) -> None:
         self._recorder.paused = True
         torch.set_grad_enabled(False)
-
-
-def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs, recorder: Recorder) -> Stage:
-    """Reduce a model to one stage. Changes the model.
-
-    Modules outside of the blocks stay, so that values that they compute without parameters (positions, masks) exist in
-    each stage; they run unrecorded in the other stages.
-
-    Args:
-        model: The whole model, as it was surveyed.
-        survey: The model's survey.
-        begin: Place of the stage's first member.
-        end: The place after its last one.
-        inputs: One micro-batch. Stages after the first need it for values that they compute from it.
-        recorder: The step's recorder.
-    """
-    places = set(range(begin, end))
-    places |= {BEFORE} if begin == 0 else set()
-    places |= {len(survey.names)} if end == len(survey.names) else set()
-    stage = Stage(model, survey, begin, end, inputs, recorder)
-    for place, name in enumerate(survey.names):
-        if place in places:
-            continue
-        example = survey.outputs[place].detach()
-        if place == begin - 1:
-            give: Callable[[Tensor | None], Tensor] = stage.arrived
-        elif place == end:
-            give = functools.partial(stage.leave, survey.paths[place], example)
-        else:
-            give = functools.partial(lambda tensor, _taken: tensor, example)
-        survey.container._modules[name] = _Placeholder(survey.forms[place], give)
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and not survey.uses[id(parameter)] & places:
-                del module._parameters[name]
-                vars(module)[name] = parameter.detach()
-    stage.take_over()
-    return stage
 
 
 class _Placeholder(nn.Module):
@@ -443,30 +434,13 @@ class _Held(NamedTuple):
     after: int
 
 
-@dataclass
-class _Batch:
-    """A micro-batch on its way through one stage, with the blocks that its passes so far allocated for a later one."""
-
-    kept: list[int] = field(default_factory=list)
-
-    def keep(self, used: Collection[int], more: Iterable[int]) -> None:
-        """Remove the used blocks, given by their indices, and add those that a pass keeps for a later one."""
-        places = set(used)
-        self.kept = [*(block for place, block in enumerate(self.kept) if place not in places), *more]
-
-    def signature(self, memory: BlockRecord) -> list[Hashable]:
-        """Return what must be alike for two micro-batches to go on alike: the blocks, without their kinds."""
-        return [memory.blocks[block]._replace(kind="") for block in self.kept]
-
-
 class _Note(NamedTuple):
     """The record of a pass. Numbers of operators count from the start of its step.
 
     stretch     its events in memory
-    signature   signature of the micro-batch before it
-    used        block that earlier passes of the micro-batch kept, and this one frees or returns -> its index among them
+    kept        blocks that earlier passes of the micro-batch keep for later ones
+    keeps       the same after this pass
     held        storages with another block before each pass
-    keeps       blocks that it allocates for a later pass
     results     its results
     operators   its operators
     sent        its collectives
@@ -475,10 +449,9 @@ class _Note(NamedTuple):
     """
 
     stretch: Stretch
-    signature: list[Hashable]
-    used: dict[int, int]
-    held: list[_Held]
+    kept: list[int]
     keeps: list[int]
+    held: list[_Held]
     results: list[_Result | None]
     operators: list[Operator]
     sent: list[SentNote]
@@ -513,11 +486,12 @@ class RepeatedPasses:
         self._recorder, self._streams, self._states = recorder, streams, states
         self._noted, self._unlike, self._values_differ, self._schedules = noted, unlike, values_differ, 0
         self._notes: dict[Hashable, _Note] = {}
-        self._batches: dict[tuple[int, int], _Batch] = {}
+        # stage and micro-batch -> the blocks that its passes so far keep for later ones
+        self._kept: dict[tuple[int, int], list[int]] = {}
 
     def begin_schedule(self) -> None:
         """Begin another run of the schedule."""
-        self._batches.clear()
+        self._kept.clear()
         self._schedules += 1
 
     def run(
@@ -537,30 +511,30 @@ class RepeatedPasses:
         if self._noted is None or micro_batch in self._unlike:
             return compute()
         key = stage, kind, self._states[stage].now()
-        batch = self._batches.setdefault((stage, micro_batch), _Batch())
+        kept = self._kept.get((stage, micro_batch), [])
         if self._schedules > 1 or micro_batch not in self._noted[stage]:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
-            return self._repeat(self._notes[key], stage, batch)
+            return self._repeat(self._notes[key], stage, micro_batch, kept)
         recorder = self._recorder
         decided, mark, began = recorder.decided, recorder.memory.mark(), self._streams.moment()
         results = compute()
         if self._values_differ and recorder.decided > decided:
             raise DoesNotRepeat("the pass depends on the numbers of its micro-batch")
-        note = self._notes[key] = self._note(stage, batch, results, mark, began)
-        batch.keep(note.used.values(), note.keeps)
-        if kind == BACKWARD and batch.kept:
-            raise DoesNotRepeat(f"a backward pass leaves memory behind: {recorder.memory.blocks[batch.kept[0]][2:4]}")
+        note = self._notes[key] = self._note(stage, kept, results, mark, began)
+        self._kept[stage, micro_batch] = note.keeps
+        if kind == BACKWARD and note.keeps:
+            raise DoesNotRepeat(f"a backward pass leaves memory behind: {recorder.memory.blocks[note.keeps[0]][2:4]}")
         return results
 
     def _note(
-        self, stage: int, batch: _Batch, results: Sequence[Tensor | None], mark: RecordMoment, began: StepMoment
+        self, stage: int, kept: list[int], results: Sequence[Tensor | None], mark: RecordMoment, began: StepMoment
     ) -> _Note:
         """Return the record of a pass that has ended.
 
         Args:
             stage: Number of the stage.
-            batch: The pass's micro-batch, as it was before the pass.
+            kept: The blocks that earlier passes of its micro-batch keep.
             results: The pass's results.
             mark, began: The moment before it.
 
@@ -568,20 +542,18 @@ class RepeatedPasses:
             DoesNotRepeat: It frees or returns memory of another pass.
         """
         memory, streams = self._recorder.memory, self._streams
-        stretch, place_of_kept = memory.since(mark), {block: place for place, block in enumerate(batch.kept)}
+        stretch = memory.since(mark)
         placed = [result if result is None else _result_of(memory, result) for result in results]
-        given = [result.block for result in placed if result is not None]
+        given = {result.block for result in placed if result is not None}
         leaving = [block for block in stretch.leaving if block not in given]
-        held = [_hold(memory, block, leaving) for block in stretch.entering if block not in place_of_kept]
-        used = {block: place_of_kept[block] for block in (*stretch.entering, *given) if block in place_of_kept}
-        if not set(given) <= {*used, *stretch.leaving}:
+        held = [_hold(memory, block, leaving) for block in stretch.entering if block not in kept]
+        if not given <= {*kept, *stretch.leaving}:
             raise DoesNotRepeat("a pass gives what was there before")
         return _Note(
             stretch=stretch,
-            signature=batch.signature(memory),
-            used=used,
+            kept=kept,
+            keeps=[*(block for block in kept if block not in given.union(stretch.entering)), *leaving],
             held=held,
-            keeps=leaving,
             results=placed,
             operators=self._recorder.log.operators[began.operators :],
             sent=streams.sent[began.collectives :],
@@ -590,8 +562,9 @@ class RepeatedPasses:
             ended=streams.moment(),
         )
 
-    def _repeat(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
-        log, known = self._recorder.log, self._repeat_memory(note, batch)
+    def _repeat(self, note: _Note, stage: int, micro_batch: int, kept: list[int]) -> list[Tensor | None]:
+        log, known = self._recorder.log, self._repeat_memory(note, kept)
+        self._kept[stage, micro_batch] = [known[block] for block in note.keeps]
         if any(sent.before is not None and sent.before > note.ended.operators for sent in note.sent):
             raise DoesNotRepeat("a collective is waited for after its pass")
         self._streams.repeat(note.sent, note.began, note.ended)
@@ -603,12 +576,14 @@ class RepeatedPasses:
         self._states[stage].bring_to(note.state)
         return results
 
-    def _repeat_memory(self, note: _Note, batch: _Batch) -> dict[int, int]:
+    def _repeat_memory(self, note: _Note, kept: list[int]) -> dict[int, int]:
         """Repeat a pass's effect on memory; return the recorded blocks with their replacements."""
         memory = self._recorder.memory
-        if batch.signature(memory) != note.signature:
+        # Blocks are alike without their kinds, which they may get later.
+        looks = [[memory.blocks[block]._replace(kind="") for block in blocks] for blocks in (kept, note.kept)]
+        if looks[0] != looks[1]:
             raise DoesNotRepeat("what passes keep differs")
-        entering = {block: batch.kept[place] for block, place in note.used.items()}
+        entering = dict(zip(note.kept, kept, strict=True))
         for storage, before, _after in note.held:
             now = memory.block_in(storage)
             if now is None or memory.blocks[now].nbytes != memory.blocks[before].nbytes:
@@ -617,7 +592,6 @@ class RepeatedPasses:
         known = memory.repeat(note.stretch, entering)
         for storage, _before, after in note.held:
             memory.hold_in(storage, known[after])
-        batch.keep(note.used.values(), (known[block] for block in note.keeps))
         return known
 
     def _result(self, result: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
