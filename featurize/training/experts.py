@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conf.errors import UsageError
 from featurize.job.layout import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, Parallel
 from featurize.nets.prenorm import RoutedExperts
-from featurize.operators.replacing import replaced
+from featurize.operators.replacing import Change, all_replaced
 
 _FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)
 _FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's groups are smaller
@@ -63,18 +63,17 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
     with contextlib.ExitStack() as stack:
         # Finally, this process gets the rank of its own group back.
         stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
-        for name, value in replacements.items():
-            stack.enter_context(replaced(distributed_c10d, name, value))
+        changes: list[Change] = [(distributed_c10d, name, value) for name, value in replacements.items()]
         # The start of a group replaces the hook by one that names the rank.
-        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
+        stack.enter_context(all_replaced([*changes, (sys, "excepthook", sys.excepthook)]))
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
         stack.callback(_forget_groups)
         with _real_tensors():
             mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
         _forget_plans()
-        for owner, name in ((torch.distributed, "init_process_group"), (torch.cuda, "set_device")):
-            stack.enter_context(replaced(owner, name, lambda *_, **__: None))  # a model's own code may call them
-        yield mesh
+        calls = (torch.distributed, "init_process_group"), (torch.cuda, "set_device")  # of a model's own code
+        with all_replaced((owner, name, lambda *_, **__: None) for owner, name in calls):
+            yield mesh
 
 
 def _forget_groups() -> None:
@@ -206,15 +205,14 @@ def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[n
     """Divide experts with equal numbers of places: tokens move before their first layer, and back after the last."""
     for name in ("rise", "fall"):
         _keep_own(f"{path}.{name}", getattr(module, name), module.experts, mesh)
-    group = mesh.get_group()
+    ranks = _Ranks(mesh, module.experts)
 
     def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        parts: Tensor = _exchange(args[0], None, None, group).unflatten(0, (mesh.size(), -1))
+        parts: Tensor = ranks.exchange(args[0]).unflatten(0, (mesh.size(), -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        parts = out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1)
-        return _exchange(parts, None, None, group)
+        return ranks.exchange(out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1))
 
     module.rise.register_forward_pre_hook(to_experts)
     module.fall.register_forward_hook(to_tokens)
@@ -247,7 +245,7 @@ class _Ranks:
 
     def counts_of(self, counts_X: Tensor) -> Tensor:
         """Return the number of rows that each rank sends to each of this rank's experts: [ranks, local experts]."""
-        return _exchange(counts_X.view(self.mesh.size(), self.local_experts), None, None, self.mesh.get_group())
+        return self.exchange(counts_X.view(self.mesh.size(), self.local_experts))
 
     def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return the numbers of rows to send to, and to receive from, each rank. In a trace, all ranks get equal
@@ -268,8 +266,10 @@ class _Ranks:
         numbers = torch.arange(self.local_experts, device=received.device).repeat(self.mesh.size())
         return numbers.repeat_interleave(received.view(-1).long())
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return _exchange(rows, sent, received, self.mesh.get_group())
+    def exchange(self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Return the rows that all ranks send to this one, equally many from each without numbers of rows."""
+        out: Tensor = _Exchange.apply(rows, sent, received, self.mesh.get_group())
+        return out
 
 
 def _of_choices(
@@ -337,9 +337,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _Exchange.apply(gradients[0], *ctx.way), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows that all ranks of a group send to this one, equally many from each if sizes are None."""
-    out: Tensor = _Exchange.apply(rows, sent, received, group)
-    return out

@@ -123,8 +123,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
     if parallel.flat:
         return shard_flat(model, parallel, mesh)
     mixtures = split_modules(model, parallel, mesh, experts)
-    if parallel.sharded > 1:
-        shard_units(model, parallel, mesh, units(model, parallel.fsdp.wrap), experts, mixtures)
+    shard_units(model, parallel, mesh, units(model, parallel.fsdp.wrap), experts, mixtures)
     return model
 
 

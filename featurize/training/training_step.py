@@ -167,9 +167,8 @@ class TrainingStep:
         self.take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
         self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
-        self._scaler = None
-        if self.settings.scales_loss and self.device.type == "cuda":
-            self._scaler = torch.amp.GradScaler("cuda")
+        scales = self.settings.scales_loss and self.device.type == "cuda"
+        self._scaler = torch.amp.GradScaler("cuda") if scales else None
         if self.device.type != "meta":
             # Convolutions may use TF32, PyTorch's default. Forbidding it would exclude the tensor-core engines for half
             # precision, too (ATen/native/cudnn/Conv_v8.cpp, filterEngineConfigs).
