@@ -43,9 +43,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Imports and calls of a module of tests that start processes, Ray or sockets, fit models, compile them, or read
 # libraries of them, which takes seconds: `make test-quick` leaves it out, unless the command line names its file.
 NOT_QUICK = re.compile(
-    r"^\s*(import|from) (subprocess|multiprocessing|ray|socket|accelerate|transformers|timm)\b|"
+    r"^\s*(import|from) (subprocess|multiprocessing|ray|socket|real_ranks|accelerate|transformers|timm)\b|"
     r"[\[(]sys\.executable|\bos\.fork\(|\btransformers\.\w+\(|\bcompile=True|\btorch\.compile\(|"
-    r"\b(run_ranks|\w*Serv(er|ice)|TestClient|make_executor|\w*estimate_script|stand_in_for_cudnn|"
+    r"\b(\w*Serv(er|ice)|TestClient|make_executor|\w*estimate_script|stand_in_for_cudnn|"
     r"documented_commands|(?<!def )(fit|fitted)|make_estimator)\(",
     re.MULTILINE,
 )

@@ -1,4 +1,4 @@
-"""Fixtures that tests of families share. Start reading at `one_thread`."""
+"""Fixtures that tests of families, and those of real ranks, share. Start reading at `measured`."""
 
 import pytest
 import torch
@@ -11,3 +11,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def measured(request, tmp_path_factory):
+    """What each of four real processes gives that run `train_real` of a module, for those of its `CASES` that are
+    tested."""
+    from real_ranks import chosen_cases, run_ranks  # their imports are slow
+
+    module = request.module
+    return run_ranks(module.train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, module.CASES))

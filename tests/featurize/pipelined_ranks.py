@@ -14,6 +14,7 @@ from real_ranks import mesh_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
+from uneven_net import BATCH, WIDTH, Block
 
 from featurize.job.layout import Parallel
 from featurize.nets.prenorm import SelfAttention
@@ -23,18 +24,9 @@ from featurize.training.sharded_rank import part_of_sequence, ring_attention, se
 from featurize.training.sharding import shard_units, split_modules
 from featurize.training.training_step import Training, TrainingStep
 
-WIDTH, HIDDEN, BATCH, BLOCKS, CLASSES = 67, 132, 24, 6, 5
+BLOCKS, CLASSES = 6, 5
 PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 HALVES = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return self.narrow(torch.relu(self.wide(x)))
 
 
 class AttendingBlock(nn.Module):

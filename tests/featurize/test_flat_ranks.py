@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from rank_watch import loss_of, watched_training
-from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, some_ranks, with_wide
+from real_ranks import assert_like_real, mesh_of, some_ranks, with_wide
 from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
@@ -71,11 +71,6 @@ def train_real(rank, names):
             sharded = partial(shard, parallel=parallel, mesh=mesh)
             measured[name] = watched_training(CASES[name][2](), torch.randn(BATCH, WIDTH), training_of(name), sharded)
     return measured
-
-
-@pytest.fixture(scope="module")
-def measured(request, tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, CASES))
 
 
 def traced(name, rank=0):

@@ -7,22 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from pipelined_ranks import (
-    BATCH,
-    BLOCKS,
     CASES,
     CLASSES,
     HALVES,
     PLAN,
-    WIDTH,
-    Block,
     Net,
     attending,
     loss_of,
-    train_real,
     training,
 )
-from real_ranks import assert_like_real, chosen_cases, run_ranks, some_ranks, with_wide
+from pipelined_ranks import train_real as train_real  # for `measured`
+from real_ranks import assert_like_real, some_ranks, with_wide
 from torch import nn
+from uneven_net import BATCH, WIDTH, Block
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
@@ -32,11 +29,6 @@ from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("pp")
-
-
-@pytest.fixture(scope="module")
-def measured(request, tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, CASES))
 
 
 def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WIDTH), settings=None, **options):
@@ -181,30 +173,6 @@ def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing
     assert embedding and not logits
 
 
-class Patches(nn.Module):
-    """As timm's vision transformers: it computes before and after its blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.position = nn.Parameter(torch.zeros(1, 17, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.position
-        return self.head(self.norm(self.blocks(x)).mean(1))
-
-
-def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_last_stage():
-    images, target = torch.empty(BATCH, 3, 16, 16, device="meta"), torch.empty(BATCH, CLASSES, device="meta")
-    trace = trace_step(Patches, images, target, loss_of, parallel=Parallel(pp=2, micro_batches=4))
-    forward = [[one.name for one in group.trace.operators if one.phase == "forward"] for group in trace.pipeline.groups]
-    for name, places in (("convolution", [4, 0]), ("cat", [4, 0]), ("native_layer_norm", [0, 4])):
-        assert [names.count(f"aten::{name}") for names in forward] == places
-
-
 def widening():
     """A model that changes what some blocks give before the next ones take it."""
 
@@ -220,10 +188,6 @@ def widening():
 class Pair(Block):
     def forward(self, x):
         return super().forward(x[0] if isinstance(x, tuple) else x), x
-
-
-def gives_two():
-    return Net(Pair)
 
 
 def frozen_in_front():
@@ -264,7 +228,7 @@ def test_members_of_a_plain_sequence_are_shared_out_and_send_what_the_last_one_g
             {"pp": 2},
             r"changes what blocks.1 gives \(\[6, 68\] float32\) before blocks.2 takes it \(\[6, 69\] ",
         ),
-        (gives_two, {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
+        (lambda: Net(Pair), {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
         (towers, {"pp": 2}, "and this model has them in several"),
         (frozen_in_front, {"pp": 2}, "stage 0 has nothing to train"),
         (lambda: nn.Linear(WIDTH, 5), {"pp": 2}, "this model has none of 2 members or more"),

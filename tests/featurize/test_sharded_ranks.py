@@ -7,7 +7,7 @@ import torch
 from rank_nets import LENGTH, Attending, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import loss_of, watched_training
-from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, with_wide
+from real_ranks import assert_like_real, mesh_of, some_ranks, with_wide
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,22 +26,25 @@ from tests.featurize.small_nets import Computes
 pytestmark = pytest.mark.needs_mode("fsdp")
 
 PLAN = {"first": "colwise_gather_output", "blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
-# Of `Parallel`, and whether blocks are computed again.
-CASES = {
-    "two": ({"fsdp": 2}, False),
-    "three": ({"fsdp": 3}, False),
-    "kept": ({"fsdp": 2, "reshard_after_forward": False}, False),
-    "halves": ({"fsdp": 3, "param_dtype": "bf16", "reduce_dtype": "fp32"}, False),
-    "checkpointed": ({"fsdp": 2}, True),
-    "hybrid": ({"ddp": 2, "fsdp": 2}, False),
-    "hybrid halves": ({"ddp": 2, "fsdp": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, True),
-    "part": ({"fsdp": 4, "reshard_after_forward": 2}, False),
-    "wrapped": ({"fsdp": 2, "wrap": ("Linear",)}, False),
-    "split": ({"tp": 2, "tp_plan": PLAN}, False),
-    "split in three": ({"tp": 3, "tp_plan": PLAN}, True),
-    "split and sharded": ({"fsdp": 2, "tp": 2, "tp_plan": PLAN, "param_dtype": "bf16"}, True),
+# Of `Parallel`, and the model.
+WHOLE = {
+    "two": ({"fsdp": 2}, Net),
+    "three": ({"fsdp": 3}, Net),
+    "kept": ({"fsdp": 2, "reshard_after_forward": False}, Net),
+    "halves": ({"fsdp": 3, "param_dtype": "bf16", "reduce_dtype": "fp32"}, Net),
+    "checkpointed": ({"fsdp": 2}, lambda: Net(again=True)),
+    "hybrid": ({"ddp": 2, "fsdp": 2}, Net),
+    "hybrid halves": (
+        {"ddp": 2, "fsdp": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"},
+        lambda: Net(again=True),
+    ),
+    "part": ({"fsdp": 4, "reshard_after_forward": 2}, Net),
+    "wrapped": ({"fsdp": 2, "wrap": ("Linear",)}, Net),
+    "split": ({"tp": 2, "tp_plan": PLAN}, Net),
+    "split in three": ({"tp": 3, "tp_plan": PLAN}, lambda: Net(again=True)),
+    "split and sharded": ({"fsdp": 2, "tp": 2, "tp_plan": PLAN, "param_dtype": "bf16"}, lambda: Net(again=True)),
 }
-# The same of models whose ranks share a sequence, or the experts of a mixture; and the model.
+# The same of models whose ranks share a sequence, or the experts of a mixture.
 PARTS = {"blocks.*.part": "colwise_gather_output"}
 OF_EXPERTS = {
     "blocks.*.part.experts": "moe_tp_experts",
@@ -49,7 +52,7 @@ OF_EXPERTS = {
     "blocks.*.part.experts.fall": "colwise",
 }
 ROUTERS = {"blocks.*.part.router": "colwise_gather_output"}
-PARTS_CASES = {
+OF_PARTS = {
     "sequence": ({"cp": 4}, Attending),
     "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, Attending),
     "sequence and shards": ({"fsdp": 2, "cp": 2}, Attending),
@@ -75,7 +78,9 @@ PARTS_CASES = {
     ),
     "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
 }
-PLAIN_PARTS = (  # others have all that these have, and all their dimensions together
+CASES = WHOLE | OF_PARTS
+PLAIN = (  # others have all that these have, and all their dimensions together
+    *("two", "kept", "halves", "checkpointed", "hybrid", "part", "split", "split in three"),
     "sequence and replicas",
     "sequence and split",
     "fewer experts than shards",
@@ -99,32 +104,26 @@ DIVIDED = [
 CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of experts")
 
 
-SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
+SHAPES = (BATCH, WIDTH), (2, LENGTH, ATTENTION_WIDTH)  # of a batch, also of sequences
 
 
 def training(name=None):
     """How a case trains: how the optimizer and the norm treat the shards is asked of a few only, as it takes PyTorch
     longer than all else."""
-    if name in PARTS_CASES and name not in CLIPPED:
+    if name in OF_PARTS and name not in CLIPPED:
         return Training(optimizer="sgd", implementation="foreach")
     return Training(optimizer="momentum", implementation="foreach", clip_norm=1.0)
 
 
 def train_real(rank, names):
     """One of four real processes, which trains the cases in which it takes part."""
-    measured = {}
-    for name in [name for name in names if name in CASES]:
-        options, again = CASES[name]
-        parallel = Parallel(**options)
-        mesh = mesh_of(parallel)
-        if rank < parallel.ranks:
-            model = shard(Net(again), parallel, mesh)
-            measured[name] = watched_training(model, torch.randn(BATCH, WIDTH), training())
+    measured = {"divided": [difference_of_divided(rank, *case) for case in DIVIDED]}
     with efficient_attention_on_cpu():
-        for name in [name for name in names if name in PARTS_CASES]:
-            options, make = PARTS_CASES[name]
-            measured[name] = train_part(make, Parallel(**options), training(name))
-    measured["divided"] = [difference_of_divided(rank, *case) for case in DIVIDED]
+        for name in names:
+            parallel = Parallel(**CASES[name][0])
+            mesh = mesh_of(parallel)
+            if rank < parallel.ranks:
+                measured[name] = train(name, parallel, mesh)
     return measured
 
 
@@ -145,11 +144,10 @@ def difference_of_divided(rank, make, shared):
     return max(((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*results, strict=True))
 
 
-def train_part(make, parallel, settings):
-    mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+def train(name, parallel, mesh):
     experts = expert_mesh(mesh, parallel) if parallel.degrees.ep > 1 else None
-    batch = torch.randn(SEQUENCES)
-    model = shard(make(), parallel, mesh, experts)
+    batch, settings = torch.randn(SHAPES[name in OF_PARTS]), training(name)
+    model = shard(CASES[name][1](), parallel, mesh, experts)
     if parallel.degrees.cp == 1:
         return watched_training(model, batch, settings)
     sequence = sequence_mesh(mesh, parallel)
@@ -158,15 +156,10 @@ def train_part(make, parallel, settings):
         return watched_training(model, batch, settings)
 
 
-@pytest.fixture(scope="module")
-def measured(request, tmp_path_factory):
-    return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, [*CASES, *PARTS_CASES]))
-
-
-def traced(options, make=Net, rank=0, shape=(BATCH, WIDTH), name=None):
+def traced(options, make=Net, rank=0, name=None):
     return trace_step(
         make,
-        torch.empty(shape, device="meta"),
+        torch.empty(SHAPES[name in OF_PARTS], device="meta"),
         torch.empty((), device="meta"),
         loss_of,
         settings=training(name),
@@ -196,20 +189,11 @@ def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
     assert replicated.peak_live_bytes > split.peak_live_bytes
 
 
-@pytest.mark.parametrize(
-    "name", with_wide(CASES, ("two", "kept", "halves", "checkpointed", "hybrid", "part", "split", "split in three"))
-)
+@pytest.mark.parametrize("name", with_wide(CASES, PLAIN))
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
-    options, again = CASES[name]
-    for rank in range(Parallel(**options).ranks):
-        assert_like_real(traced(options, lambda: Net(again), rank), measured[rank][name])
-
-
-@pytest.mark.parametrize("name", with_wide(PARTS_CASES, PLAIN_PARTS))
-def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real_ranks(measured, name):
-    options, make = PARTS_CASES[name]
-    for rank in (0, 3):
-        assert_like_real(traced(options, make, rank, SEQUENCES, name), measured[rank][name])
+    options, make = CASES[name]
+    for rank in some_ranks(Parallel(**options).ranks):
+        assert_like_real(traced(options, make, rank, name), measured[rank][name])
 
 
 def test_divided_experts_compute_what_whole_ones_do(measured):

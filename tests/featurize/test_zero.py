@@ -174,6 +174,7 @@ def test_a_batch_size_of_all_gives_what_is_left_open():
         (with_zero(offload_param={"device": "nvme"}), "offload_param.device='nvme' is not estimated"),
         ({**FILE, "data_types": {"grad_accum_dtype": "fp32"}}, "not estimated: data_types"),
         (3, "deepspeed is a JSON file or a mapping"),
+        ("none.json", "cannot be read"),
         ("a\0b", "cannot be read"),
         ({**FILE, "gradient_accumulation_steps": float("inf")}, "gradient_accumulation_steps must be a number or auto"),
         ({**FILE, "train_batch_size": 2.5}, r"train_batch_size must be a whole number >= 1, got 2\.5"),
@@ -185,12 +186,11 @@ def test_what_a_file_asks_for_beyond_the_estimate_is_refused(given, problem):
         read_deepspeed(given, ranks=2)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path):
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "broken.json").write_text("{")
-    for name, problem in (("none", "cannot be read"), ("broken", "is not JSON"), ("list", "holds no settings")):
-        with pytest.raises(UsageError, match=problem):
-            read_deepspeed(tmp_path / f"{name}.json", ranks=2)
+@pytest.mark.parametrize(("content", "problem"), [("[]", "holds no settings"), ("{", "is not JSON")])
+def test_a_file_without_settings_is_refused(tmp_path, content, problem):
+    (tmp_path / "ds.json").write_text(content)
+    with pytest.raises(UsageError, match=problem):
+        read_deepspeed(tmp_path / "ds.json", ranks=2)
 
 
 def test_a_layout_takes_a_file_where_one_job_is_estimated(tmp_path):

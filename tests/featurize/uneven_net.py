@@ -8,7 +8,7 @@ WIDTH, HIDDEN, BATCH = 67, 132, 24  # ranks divide what a plan splits; what is s
 
 
 class Block(nn.Module):
-    def __init__(self, again):
+    def __init__(self, again=False):
         super().__init__()
         self.again = again
         self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
