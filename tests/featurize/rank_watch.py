@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import local_tensor, wrap_others
+from featurize.recording.values import mapped, tensors_of
 from featurize.training.training_step import TrainingStep
 
 SENT = {
@@ -116,7 +117,7 @@ class Watch(TorchDispatchMode):
 
     def note(self, name, sides, to_one=False):
         kind = "send" if to_one else SENT[name]
-        self.sent.append([kind, max(sum(t.nbytes for t in as_list(side)) for side in sides)])
+        self.sent.append([kind, max(sum(t.nbytes for t in tensors_of(side)) for side in sides)])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrap_others(types):
@@ -131,10 +132,9 @@ class Watch(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         if name.startswith("c10d::"):
-            sides = [side for side in args[:2] if isinstance(side, list | torch.Tensor)]
-            self.note(name, sides)
+            self.note(name, args[:2])
             with _disable_current_modes():  # what gloo takes is gloo's own
-                return sent_as_copies(func, sides, args[len(sides) :])
+                return sent_as_copies(func, args, kwargs or {})
         if name in SENT and not name.endswith("_"):
             return self.send(func, args)
         if name == "_c10d_functional::wait_tensor":
@@ -150,22 +150,15 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def as_list(side):
-    return [tensor for one in side for tensor in as_list(one)] if isinstance(side, list) else [side]
-
-
-def copied(side):
-    return [copied(one) for one in side] if isinstance(side, list) else side.clone()
-
-
-def sent_as_copies(func, sides, rest):
+def sent_as_copies(func, args, kwargs):
     """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [copied(side) for side in sides]
-    work = func(*copies, *rest)[-1]
-    torch.distributed.Work.unbox(work).wait()
-    for side, copy in zip(sides, copies, strict=True):
-        for one, done in zip(as_list(side), as_list(copy), strict=True):
-            one.copy_(done)
+    copies = mapped(args, torch.Tensor.clone)
+    out = func(*copies, **kwargs)
+    torch.distributed.Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
+    for original, copy in zip(tensors_of(args), tensors_of(copies), strict=True):
+        original.copy_(copy)
     from torch._C._distributed_c10d import FakeWork  # which releases before 2.8 do not have
 
-    return sides[0], FakeWork().boxed()
+    # Gloo copies what was scattered while it is waited for, on the device; NCCL does not.
+    done = FakeWork().boxed()
+    return (*out[:-1], done) if isinstance(out, tuple) else done

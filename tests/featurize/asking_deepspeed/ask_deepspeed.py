@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import _disable_current_modes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,15 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rank_watch
 from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
 
-KINDS = {
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::allgather_": "all_gather",
+from featurize.recording.values import tensors_of
+
+KINDS = rank_watch.SENT | {
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_": "reduce_scatter",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::broadcast_": "broadcast",
     "c10d::reduce_": "reduce",
 }
 SMALL = 64  # bytes of norms and flags, which are left out
@@ -43,34 +39,16 @@ class Watch(rank_watch.Watch):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         if name.startswith("c10d::"):
-            sides = [sum(t.nbytes for t in tensors_of(one)) for one in args[:2]]
-            if name in KINDS and max(sides) > SMALL:
-                self.sent.append([KINDS[name], max(sides)])
+            nbytes = max(sum(t.nbytes for t in tensors_of(one)) for one in args[:2])
+            if name in KINDS and nbytes > SMALL:
+                self.sent.append([KINDS[name], nbytes])
             with _disable_current_modes():  # what gloo takes is gloo's own
-                return sent_as_copies(func, args, kwargs or {})
+                return rank_watch.sent_as_copies(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         for one in tensors_of(out):
             if not one.is_meta:
                 self.hold(one)
         return out
-
-
-def tensors_of(given):
-    if isinstance(given, torch.Tensor):
-        return [given]
-    return [t for one in given for t in tensors_of(one)] if isinstance(given, list | tuple) else []
-
-
-def sent_as_copies(func, args, kwargs):
-    """Gloo's threads keep what they sent for some moments more, which would move the peak."""
-    copies = [rank_watch.copied(one) if isinstance(one, torch.Tensor | list) else one for one in args]
-    out = func(*copies, **kwargs)
-    torch.distributed.Work.unbox(out[-1] if isinstance(out, tuple) else out).wait()
-    for copy, original in zip(tensors_of(copies), tensors_of(args), strict=True):
-        original.copy_(copy)
-    # Gloo copies what was scattered while it is waited for, on the device; NCCL does not.
-    done = FakeWork().boxed()
-    return (*out[:-1], done) if isinstance(out, tuple) else done
 
 
 def train(case):
