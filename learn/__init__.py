@@ -28,7 +28,8 @@ from learn.estimation.estimating import (
     estimate_many,
     largest_batch,
 )
-from learn.estimation.job_estimate import Estimate, Note
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.notes import Note
 
 if TYPE_CHECKING:
     from learn.commands.sharing import FittedSlowdowns, fit_slowdowns

@@ -227,7 +227,7 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
 
 def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     from learn.estimation.estimating import estimate
-    from learn.estimation.job_estimate import INFO, Note
+    from learn.estimation.notes import INFO, Note
 
     if "script" in question:
         return _estimate_script(question, limits)

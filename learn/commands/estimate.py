@@ -60,8 +60,9 @@ from learn.estimation.estimating import (
     estimate_many,
     largest_batch,
 )
-from learn.estimation.job_estimate import AMD_GPU, PROBLEM, Estimate, Note
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE, RUNS
+from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs

@@ -22,7 +22,8 @@ from featurize.operators.replacing import without_collection
 from featurize.timing.overlap import SimulatedStep
 from learn.estimation.draft import Draft
 from learn.estimation.fitted_models import FittedModels
-from learn.estimation.job_estimate import Estimate, Note
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.notes import Note
 from learn.estimation.requests import Request, StepFiles
 from learn.job.traced import key_of
 from learn.job.training_job import as_a_training_script

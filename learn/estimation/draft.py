@@ -24,18 +24,10 @@ from featurize.timing.step_time import time_step
 from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import (
-    AMD_GPU,
-    INFO,
-    MAY_RUN_OUT,
-    OUT_OF_MEMORY,
-    PROBLEM,
-    TARGETS,
-    WARNING,
     Activity,
     Energy,
     Estimate,
     Memory,
-    Note,
     RankGroup,
     Timing,
     estimators_named,
@@ -43,6 +35,7 @@ from learn.estimation.job_estimate import (
     widest,
 )
 from learn.estimation.known_runs import move_by_runs
+from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator

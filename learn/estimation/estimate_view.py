@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from conf.errors import UsageError
 from conf.plain_text import MISSING, count_of, one_line
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
-from learn.estimation.job_estimate import PROBLEM, SEVERITIES, TARGETS, WARNING, Note
+from learn.estimation.notes import TARGETS, Note, most_important
 from learn.job.training_job import LEGEND, LOOPS, loop_of_source
 from learn.rows.data import get_target
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.fitting.artifacts import DataPlace
 
-MOST_SHOWN = 3  # notes
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures
 _MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "drama (DRAM activity)", "step time")
@@ -125,15 +124,6 @@ def legend(loops: Iterable[str]) -> str:
     """Return one line that explains the loops among these figures."""
     named = set(loops)
     return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
-
-
-def most_important(notes: Iterable[Note]) -> list[Note]:
-    """Return the notes to show first: at most three, one of each code, problems before warnings."""
-    urgent = [note for note in notes if note.severity in (PROBLEM, WARNING)]
-    first_of_code: dict[str, Note] = {}
-    for note in sorted(urgent, key=lambda note: SEVERITIES.index(note.severity)):
-        first_of_code.setdefault(note.code, note)
-    return list(first_of_code.values())[:MOST_SHOWN]
 
 
 def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) -> None:

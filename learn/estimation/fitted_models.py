@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
-from learn.estimation.job_estimate import COVERAGES, HELD_OUT, INFO, TARGETS, WARNING, Memory, Note
+from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
+from learn.estimation.notes import INFO, TARGETS, WARNING, Note
 from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import (
     Artifact,

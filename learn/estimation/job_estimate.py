@@ -20,6 +20,7 @@ import numpy as np
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
+from learn.estimation.notes import BOUND, INFO, Note
 from learn.estimators.protocol import LEVEL, HeldShare, bound_shares
 
 if TYPE_CHECKING:
@@ -27,29 +28,6 @@ if TYPE_CHECKING:
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import StepTrace
     from featurize.timing.overlap import SimulatedStep
-
-
-PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
-TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # the targets of an Estimate
-OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that code reads
-
-
-@dataclass(frozen=True)
-class Note:
-    """A remark on an estimate.
-
-    Args:
-        code: The subject, as `out-of-memory`. It stays the same where `text` is reworded.
-        severity: `problem` (the job does not fit, or may not), `warning` (a figure is missing or may be off), or
-            `info`.
-        text: The remark, for people.
-        targets: Targets of the figures that the remark is about; empty where it is about the whole estimate.
-    """
-
-    code: str
-    severity: str
-    text: str
-    targets: tuple[str, ...] = ()
 
 
 WORKSPACES = "convolution workspaces"

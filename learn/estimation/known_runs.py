@@ -21,20 +21,8 @@ from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.job.training_settings import TRAINING_FIELDS, TrialConfig
-from learn.estimation.job_estimate import (
-    BOUND,
-    INFO,
-    MAY_RUN_OUT,
-    NEIGHBOUR,
-    OUT_OF_MEMORY,
-    PROBLEM,
-    WARNING,
-    Estimate,
-    Note,
-    Uncertainty,
-    estimators_named,
-    widest,
-)
+from learn.estimation.job_estimate import NEIGHBOUR, Estimate, Uncertainty, estimators_named, widest
+from learn.estimation.notes import BOUND, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

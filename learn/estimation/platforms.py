@@ -31,7 +31,8 @@ from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training, training_of
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.timing.collectives import PCIE, fabric_of
-from learn.estimation.job_estimate import INFO, WARNING, Note, RankGroup
+from learn.estimation.job_estimate import RankGroup
+from learn.estimation.notes import INFO, WARNING, Note
 from learn.job.training_job import TrainingJob
 
 if TYPE_CHECKING:

@@ -46,8 +46,8 @@ from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MAST
 from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
-from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, legend, most_important, peak_text
-from learn.estimation.job_estimate import OUT_OF_MEMORY, PROBLEM, Note
+from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, legend, peak_text
+from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
 from learn.job.training_job import PIPELINE
 
 if TYPE_CHECKING:
