@@ -28,6 +28,10 @@ from featurize.operators.tensor_parts import meta_tensors, span, tensors_in, wra
 from featurize.recording.block_record import BlockRecord, ModuleStack, OperatorRecord, Traits, traits_of
 from featurize.recording.values import NONZERO, READ, Values
 
+# For-each operators that return new tensors like those of their first list; all of them floating-point.
+_FOREACH = frozenset(
+    f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
+)
 # Operators whose results have sizes of their tensors, 0 or 1, in the layout of new tensors, as pointwise ones do.
 _OF_SIZES = frozenset(
     f"aten::{name}"
@@ -73,6 +77,11 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
     # An in-place for-each operator or a whole optimizer step has nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
         return None  # except for an optimizer's step counters, which are not on meta
+    if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
+        # Their meta kernels and `empty_like` of a meta tensor are written in Python.
+        return [
+            _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
+        ]
     given = (*args, *kwargs.values())
     of_sizes = name in _OF_SIZES or (torch.Tag.pointwise in func.tags and not name.endswith("_"))
     numbered = _number_sizes(given, name in _OF_MATRICES) if of_sizes else None
