@@ -134,7 +134,7 @@ class Space:
     @cached_property
     def identity(self) -> str:
         """Return 64 hex digits, equal for the same family and the same dimensions in the same order."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        return hashlib.sha256(canonical_json(self.to_mapping()).encode()).hexdigest()
 
     def values(self, point: Sequence[float]) -> dict[str, Scalar]:
         """Return the raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
@@ -151,10 +151,6 @@ class Space:
     def to_mapping(self) -> dict[str, Any]:
         """Return `{"family": ..., "space": [[name, spec], ...]}`; a list keeps the order when keys are sorted."""
         return {"family": self.family, "space": [[d.name, d.spec()] for d in self.dimensions]}
-
-    def to_json(self) -> str:
-        """Return the canonical JSON text, equal for equal spaces."""
-        return canonical_json(self.to_mapping())
 
 
 def valid_keys(family: str) -> tuple[str, ...]:

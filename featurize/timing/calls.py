@@ -117,7 +117,9 @@ def operator_kernels(
     op: Operator, *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
     """Return an operator's kernels with their numbers of runs, and the host's launches. Args as in `kernel_calls`."""
-    return _of_operator(_without_origin(op), tf32_products, tf32_convolutions, listed)
+    # Without fields that differ from layer to layer and do not affect the kernels.
+    plain = op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
+    return _of_operator(plain, tf32_products, tf32_convolutions, listed)
 
 
 def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0) -> Calls:
@@ -207,11 +209,6 @@ def convolution(
 
 
 _EMPTY = stream("launch", 0.0, 1.0)
-
-
-def _without_origin(op: Operator) -> Operator:
-    """Return the operator without fields that differ from layer to layer and do not affect its kernels."""
-    return op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -325,7 +325,6 @@ def _round(values: ArrayLike) -> Any:
 
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
-LAUNCH, COMPUTE, MEMORY = ("launch", "compute", "memory")
 _KIND_OF_GROUP = {PRODUCT: "matmul", ATTENTION: "attention"}
 _BEGINNINGS = {
     "batch_norm": "normalization",
@@ -397,21 +396,14 @@ def features(step: TimedStep) -> dict[str, float]:
         by_kind[kind_of(kind, GROUPS[group])] += part
     launch = np.maximum(kernels.math_s, kernels.memory_s) < timed.latency_s
     compute = ~launch & (kernels.math_s > kernels.memory_s)
-    by_bound = {LAUNCH: launch, COMPUTE: compute, MEMORY: ~launch & ~compute}
+    by_bound = {"launch": launch, "compute": compute, "memory": ~launch & ~compute}
     number, flops, nbytes = (float((calls.count * column).sum()) for column in (1.0, calls.flops, calls.nbytes))
     waves = np.log2(np.maximum(timed.per_sm, 2**-10))
-    ratios = step.activity
     return {
         "step_time_log2_ms": math.log2(step.step_time_ms),
         "busy_log2_ms": math.log2(max(step.busy_ms, 2**-20)),
         "host_over_step": step.host_ms / step.step_time_ms,
-        "smact": ratios.smact,
-        "smocc": ratios.smocc,
-        "drama": ratios.drama,
-        "fp32a": ratios.fp32a,
-        "tensor": ratios.tensor,
-        "gpu_util": ratios.gpu_util,
-        "power_w": ratios.power_w,
+        **vars(step.activity),
         "intensity_log2": math.log2((flops + 1) / (nbytes + 1)),
         "kernels_log2": math.log2(number + 1),
         "mean_kernel_us": total / max(number, 1.0) * 1e6,

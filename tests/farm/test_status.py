@@ -6,6 +6,7 @@ import unicodedata
 import pytest
 
 from conf.cli.command_line import run
+from conf.files.identity import canonical_json
 from farm import cancel, status
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
@@ -54,7 +55,7 @@ def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
     job = Job(
         job_id=job_id,
         family="mlp",
-        space_json=space.to_json(),
+        space_json=canonical_json(space.to_mapping()),
         n=n,
         seed=0,
         policy="stratified",

@@ -79,13 +79,11 @@ def test_capacity_is_the_even_share_times_the_factor_and_never_more_than_the_tok
 # -- rnn
 
 
-def cases():
-    for cell, task, both, depth in itertools.product(rnn.GATES, rnn.TASKS, (False, True), (1, 3)):
-        if not (both and task == "language_model"):
-            yield replace(RNN, cell=cell, task=task, bidirectional=both, depth=depth)
-
-
-CASES = list(cases())
+CASES = [
+    replace(RNN, cell=cell, task=task, bidirectional=both, depth=depth)
+    for cell, task, both, depth in itertools.product(rnn.GATES, rnn.TASKS, (False, True), (1, 3))
+    if not (both and task == "language_model")
+]
 
 
 @pytest.mark.spread(8)

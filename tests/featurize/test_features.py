@@ -167,15 +167,12 @@ def by_batch(name, training_loop=False):
     return [traced_features(dataclasses.replace(config, batch_size=b), training_loop=training_loop) for b in BATCHES]
 
 
-def network(found):
-    return {name: value for name, value in found.items() if name.startswith("net_")}
-
-
 @pytest.mark.spread(6)
 @pytest.mark.parametrize("training_loop", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
-    first, *others = (network(found) for found in by_batch(name, training_loop))
+    of_networks = [{k: v for k, v in found.items() if k.startswith("net_")} for found in by_batch(name, training_loop)]
+    first, *others = of_networks
     assert len(first) > 60
     for batch, found in zip(BATCHES[1:], others, strict=True):
         assert {key: (first[key], value) for key, value in found.items() if value != first[key]} == {}, batch
