@@ -53,8 +53,8 @@ def headline(result: Result) -> str:
         if shift.label in _MAIN:
             moved = f"{percent(shift.median)} in the median, {shift.beyond:,} beyond {share(comparison.tolerance)}"
             parts.append(f"{_MAIN[shift.label]} {'equal in all' if shift.equal == shift.pairs else moved}")
-    if comparison.ended_otherwise:
-        parts.append(f"{comparison.ended_otherwise:,} ended otherwise")
+    if otherwise := sum(status.configurations for status in comparison.statuses if status.before != status.after):
+        parts.append(f"{otherwise:,} ended otherwise")
     if alone := sum(map(len, comparison.alone)):
         parts.append(f"{alone:,} on one side only")
     return ", ".join(parts)
@@ -107,17 +107,13 @@ def config_words(config: Mapping[str, Any]) -> str:
 
 def change_row(change: Change, figures: Sequence[str]) -> tuple[str, ...]:
     """Return `before -> after` of each of these figures, or one figure if both are equal."""
-    return tuple(_arrow(change.before[name], change.after[name]) for name in figures)
-
-
-def _arrow(old: float, new: float) -> str:
-    before, after = figure(old), figure(new)
-    return before if before == after else f"{before} -> {after}"
+    sides = ((figure(change.before[name]), figure(change.after[name])) for name in figures)
+    return tuple(before if before == after else f"{before} -> {after}" for before, after in sides)
 
 
 def as_json(result: Result) -> str:
     """Return the whole comparison: the contents of table and page, and every pair."""
-    comparison, operators = result.comparison, result.operators
+    comparison = result.comparison
     return json.dumps(
         {
             "before": side_mapping(result.before, comparison.versions[0]),
@@ -130,14 +126,15 @@ def as_json(result: Result) -> str:
             "headline": headline(result),
             "tolerance": comparison.tolerance,
             "labels": [shift.to_mapping() | {"unit": LABELS[shift.label]} for shift in comparison.shifts],
-            "statuses": [vars(status) for status in comparison.statuses],
+            "statuses": comparison.statuses,
             "alone": dict(zip(("before", "after"), comparison.alone, strict=True)),
-            "operators": None if operators is None else _operators_mapping(operators),
+            "operators": result.operators,
             "no_operators": result.no_operators,
             "pairs": [_pair_mapping(pair) for pair in comparison.pairs],
         },
         allow_nan=False,
         indent=1,
+        default=vars,
     )
 
 
@@ -151,14 +148,6 @@ def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str,
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
     assert isinstance(side, RunSet)
     return {**about, "folder": str(side.folder.root), "snapshot": side.snapshot}
-
-
-def _operators_mapping(operators: Operators) -> dict[str, Any]:
-    return {
-        **vars(operators),
-        "operators": [vars(change) for change in operators.operators],
-        "modules": [vars(change) for change in operators.modules],
-    }
 
 
 def _pair_mapping(pair: Pair) -> dict[str, Any]:
@@ -207,8 +196,7 @@ def comparison_page(result: Result) -> Page:
         "Modules": _modules(result.operators),
         "Environments": _sides(result),
     }
-    title = f"{result.before.label} → {result.after.label}"
-    return Page(title=title, head=_head(result), sections=linked(sections))
+    return Page(title=f"{result.before.label} → {result.after.label}", head=_head(result), sections=linked(sections))
 
 
 def _head(result: Result) -> tuple[Block, ...]:

@@ -272,6 +272,7 @@ def local_server(
     has_folder: bool = False,
     python: str | Path = sys.executable,
     code: Path = _ROOT,
+    keeps_output: bool = False,
 ) -> ChildServer:
     """Return a server that runs from this project's own files.
 
@@ -281,6 +282,8 @@ def local_server(
         has_folder: Whether it makes a folder for its caller, which lives as long as the server.
         python: The Python that runs it.
         code: Folder of this project's packages; other packages there would hide those of `python`.
+        keeps_output: As in `ChildServer`.
     """
     folder_base = tempfile.gettempdir() if has_folder else ""
-    return ChildServer([str(python), str(code / "conf/children/__main__.py"), prepare, folder_base], environment)
+    command = [str(python), str(code / "conf/children/__main__.py"), prepare, folder_base]
+    return ChildServer(command, environment, keeps_output=keeps_output)

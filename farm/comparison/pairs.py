@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,33 +21,15 @@ from typing import Any
 import duckdb
 
 import warehouse
+from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import PACKAGES
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import error_line
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
 from warehouse.tables.schema import ENVIRONMENT
 
-_PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
-# What a trial server imports, and what a comparison records of the environment. The newest file of torch identifies a
-# build that was made again under the same version.
-_PROBE = """
-import importlib.metadata, json, os, sys
-from featurize.training.training_step import preload
-preload()
-import torch, workers.trial.body, farm.comparison.traced_operators
-from workers.devices import software_environment
-newest, files = 0, 0
-for folder, _, names in os.walk(os.path.dirname(torch.__file__)):
-    for name in names:
-        if name.endswith((".py", ".so")):
-            files += 1
-            newest = max(newest, os.stat(os.path.join(folder, name)).st_mtime_ns)
-found = {**software_environment(), "torch_files": files, "torch_newest_ns": newest}
-found.pop("farm_version", None)
-print("PROBE" + json.dumps(found))
-"""
 _VERSIONS = ("torch_version", "cuda_version", "python_version", "allocator_settings")
 
 
@@ -64,10 +45,6 @@ class Environment:
     @property
     def label(self) -> str:
         return f"torch {self.versions['torch_version']}"
-
-    @property
-    def folder_name(self) -> str:
-        return f"torch-{self.versions['torch_version']}-{self.fingerprint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,26 +120,43 @@ def code_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextlib.contextmanager
+def environment_server(python: Path, code: Path) -> Iterator[ChildServer]:
+    """Yield a server of children of an environment, which has imported what a trial imports.
+
+    An `EnvironmentProblem` within becomes a `UsageError` with the last line that the server printed.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
+    prepare = "featurize.training.training_step:preload"
+    try:
+        with contextlib.closing(
+            local_server(prepare, environment, python=python, code=code, keeps_output=True)
+        ) as server:
+            yield server
+    except EnvironmentProblem as error:
+        raise UsageError(last_line(str(error))) from error
+
+
+def ask_environment(server: ChildServer, function: str, question: Any) -> Any:
+    """Return the answer of `farm.comparison.traced_operators:FUNCTION`. Raises `UsageError` with its last line."""
+    asked = json.dumps(question).encode()
+    answer, ended = server.ask(f"farm.comparison.traced_operators:{function}", None, asked)
+    if ended is None or ended.code != 0:
+        raise UsageError("its process was killed" if ended is None else last_line(ended.output))
+    return json.loads(answer)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an output that says anything."""
+    return text.strip().rpartition("\n")[2] or "it said nothing"
+
+
 def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     try:
-        completed = subprocess.run(
-            [str(python), "-c", _PROBE],
-            env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UsageError(f"{key}={text}: {python} does not answer within {_PROBE_TIMEOUT_S:.0f} s") from error
-    except OSError as error:
-        raise UsageError(f"{key}={text}: {python} cannot be run: {error.strerror or error}") from error
-    line = next((line for line in completed.stdout.splitlines() if line.startswith("PROBE")), None)
-    if completed.returncode or line is None:
-        error_lines = completed.stderr.strip().splitlines() or [f"it ended with exit code {completed.returncode}"]
-        raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}")
-    answer = json.loads(line.removeprefix("PROBE"))
+        with environment_server(python, code) as server:
+            answer = ask_environment(server, "describe_software", None)
+    except UsageError as error:
+        raise UsageError(f"{key}={text}: {python} cannot run a trial: {error}") from error
     identity = {**answer, "python": str(python), "code": _trial_code(code)}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]
     return Environment(
@@ -230,11 +224,6 @@ class Comparison:
     sources: tuple[str, ...]
     devices: tuple[str, ...]
     versions: tuple[Mapping[str, tuple[str, ...]], Mapping[str, tuple[str, ...]]]
-
-    @property
-    def ended_otherwise(self) -> int:
-        """Return how many configurations ended with another status."""
-        return sum(status.configurations for status in self.statuses if status.before != status.after)
 
     def largest(self, label: str, most: int) -> list[Pair]:
         """Return the pairs with the largest absolute difference in a label, without equal ones."""

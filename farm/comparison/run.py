@@ -5,18 +5,15 @@ Start reading at `run_comparison`; `traced` has each environment trace its opera
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
+import math
 import re
-import subprocess
-import tempfile
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,10 @@ from farm.comparison.pairs import (
     Environment,
     RunSet,
     Side,
+    ask_environment,
     code_folder,
     compare_runs,
+    environment_server,
     side_of,
 )
 from farm.comparison.traced_operators import FIGURES
@@ -40,13 +39,13 @@ from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models
 from farm.submission.settings import SampledSettings, SubmitSettings
 from farm.submission.submitting import submit
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, device_from_mapping, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder, check_name
 from workers.devices import choose_device, core_count
 from workers.trial.server_client import PYTHON_VARIABLE
 
-_A_PROCESS = 16  # configurations that one more process is started for
+_AT_ONCE = 8  # configurations that one child process traces
 _SAME = 1e-6  # relative difference of two sums that is rounding
 
 
@@ -87,59 +86,27 @@ def traced(
     spec: DeviceSpec,
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> dict[str, dict[str, Any]]:
-    """Config hash -> `summary_of` its step under the environment's torch.
+    """Return `summary_of` each config's step under the environment's torch, by config hash.
 
     Raises `UsageError` where the environment's Python fails.
     """
+    hashes = list(configs)
+    parts = [hashes[first : first + _AT_ONCE] for first in range(0, len(hashes), _AT_ONCE)]
     records: dict[str, dict[str, Any]] = {}
-    lock = threading.Lock()
+    try:
+        with ThreadPoolExecutor(core_count()) as pool, environment_server(environment.python, code) as server:
 
-    def keep(record: dict[str, Any]) -> None:
-        with lock:
-            records[record.pop("key")] = record
-            progress(len(records), len(configs))
+            def trace(part: list[str]) -> dict[str, dict[str, Any]]:
+                wanted = {"device": spec.to_mapping(), "configs": {key: configs[key] for key in part}}
+                answer: dict[str, dict[str, Any]] = ask_environment(server, "trace_steps", wanted)
+                return answer
 
-    count = max(1, min(core_count(), len(configs) // _A_PROCESS))
-    parts = [dict(list(configs.items())[k::count]) for k in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        for _ in pool.map(lambda part: _trace(environment, code, part, spec, keep), parts):
-            pass  # waits for all, and raises what one has raised
+            for traced_part in pool.map(trace, parts):
+                records |= traced_part
+                progress(len(records), len(configs))
+    except UsageError as error:
+        raise UsageError(f"{environment.text}: its operators cannot be traced: {error}") from error
     return records
-
-
-def _trace(
-    environment: Environment,
-    code: Path,
-    configs: Mapping[str, Mapping[str, Any]],
-    spec: DeviceSpec,
-    keep: Callable[[dict[str, Any]], None],
-) -> None:
-    """Trace configs in a process of the environment, and keep the record of each as soon as it is there."""
-    with contextlib.ExitStack() as stack:
-        asked, log = (
-            stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")) for _ in range(2)
-        )
-        lines = [spec.to_mapping(), *({"key": key, "config": config} for key, config in configs.items())]
-        asked.writelines(json.dumps(line) + "\n" for line in lines)
-        asked.seek(0)
-        process = subprocess.Popen(
-            [str(environment.python), "-m", "farm.comparison.traced_operators"],
-            env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
-            stdin=asked,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        for line in process.stdout:
-            with contextlib.suppress(ValueError):  # cut off: the process was killed, and its exit code says so
-                keep(json.loads(line))
-        if process.wait():
-            log.seek(0)
-            error_lines = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
-            raise UsageError(f"{environment.text}: its operators cannot be traced: {error_lines[-1]}")
 
 
 def compare_operators(
@@ -180,7 +147,7 @@ def _changes(
         for name, (old, new) in figures_by_name.items():
             totals[name][0].update(old)
             totals[name][1].update(new)
-            differing[name] += any(_differ(old[figure], new[figure]) for figure in FIGURES)
+            differing[name] += not all(math.isclose(old[figure], new[figure], rel_tol=_SAME) for figure in FIGURES)
     changes = [
         Change(name=name, before=old, after=new, configurations=differing[name]) for name, (old, new) in totals.items()
     ]
@@ -190,10 +157,6 @@ def _changes(
 def _largest_first(change: Change) -> tuple[Any, ...]:
     differences = [abs(change.after[figure] - change.before[figure]) for figure in ("ms", "peak_mib", "moved_mib")]
     return (not change.configurations, *(-value for value in differences), change.name)
-
-
-def _differ(old: float, new: float) -> bool:
-    return abs(new - old) > _SAME * max(abs(old), abs(new))
 
 
 def _none() -> tuple[Counter[str], Counter[str]]:
@@ -257,14 +220,6 @@ class CompareSettings(SampledSettings):
         """The family whose runs are compared; None for all."""
         return None if self.arch is None else self.arch.family
 
-    @property
-    def submission(self) -> SubmitSettings | None:
-        """The jobs that environments run; None where both sides have their runs."""
-        if self.arch is None or self.n is None:
-            return None
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(SampledSettings)}
-        return SubmitSettings(n=self.n, **shared)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -304,7 +259,6 @@ def run_comparison(
         comparison = compare_runs(*run_sets, tolerance=settings.tolerance)
         operators, no_operators = _operators(settings, sides, comparison, code, progress)
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
-    caveat = MEASURED if "measured" in comparison.sources else SIMULATED
     return Result(
         name=_name(sides, settings, job_id),
         before=sides[0],
@@ -312,7 +266,7 @@ def run_comparison(
         comparison=comparison,
         operators=operators,
         no_operators=no_operators,
-        caveat=caveat,
+        caveat=MEASURED if "measured" in comparison.sources else SIMULATED,
         folders=(run_sets[0].folder.root, run_sets[1].folder.root),
         job_id=job_id,
     )
@@ -350,17 +304,20 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
 
 
 def _submission(settings: CompareSettings) -> SubmitSettings:
-    if settings.submission is None:
+    """Return the job that environments run."""
+    if settings.arch is None or settings.n is None:
         families = ", ".join(f"+arch={name}" for name in family_names())
         raise UsageError(f"the environments have no configurations to run; add n=200 and one of {families}")
-    return settings.submission
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(SampledSettings)}
+    return SubmitSettings(n=settings.n, **shared)
 
 
 def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
     """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, RunSet):
         return dataclasses.replace(side, family=settings.family)
-    folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
+    name = f"torch-{side.versions['torch_version']}-{side.fingerprint}"
+    folder = DataFolder(home.environments / check_name("environment", name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(
         submission.cluster, environment={PYTHON_VARIABLE: str(side.python), "PYTHONPATH": str(code)}
@@ -400,19 +357,15 @@ def _operators(
         pair.key["config_hash"]: json.loads(pair.before["config"]) for pair in comparison.pairs
     }
 
-    def records(side: Environment) -> dict[str, dict[str, Any]]:
-        def report_progress(completed: int, total: int) -> None:
-            progress(f"tracing operators, {side.label}", completed, total)
-
-        return traced(side, code, configs, spec, report_progress)
-
-    return compare_operators(records(before), records(after), spec.name), None
+    old, new = (
+        traced(side, code, configs, spec, partial(progress, f"tracing operators, {side.label}"))
+        for side in (before, after)
+    )
+    return compare_operators(old, new, spec.name), None
 
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
     """Return the description that prices operators: the simulated device's, the real one's, else the default's."""
-    from featurize.device.device_spec import device_from_mapping
-
     if submission.device.backend == "simulated" and submission.device.spec is not None:
         return device_from_mapping(dict(submission.device.spec))
     known = next(filter(None, map(known_device, devices)), DEFAULT_DEVICE)

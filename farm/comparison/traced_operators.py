@@ -1,15 +1,16 @@
-"""Runs inside an environment: traces training steps and reports the cost of each operator.
+"""Runs inside an environment: describes it, traces training steps and reports the cost of each operator.
 
-Executed as `python -m farm.comparison.traced_operators`; `farm.comparison.run` talks to it. Start reading at
-`summary_of`. torch is imported on use.
+Start reading at `summary_of`. `trace_steps` and `describe_software` are functions of child processes, which
+`farm.comparison.pairs.ask_environment` asks in JSON. torch is imported on use.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.own_packages import search_working_folder
@@ -69,21 +70,35 @@ def _alive_at_peak(trace: StepTrace, memory: MemoryProfile) -> Counter[int]:
     return Counter({block: nbytes for block, nbytes in alive.items() if nbytes > 0})
 
 
-def main() -> None:
-    """Read a device description and then configs, a JSON object a line; answer each config with a line."""
+def trace_steps(_: None, channel: int) -> None:
+    """Answer `{"device": description, "configs": {key: config}}` with the summary of each config, by key."""
     import torch
 
     from featurize.device.device_spec import device_from_mapping
 
     search_working_folder()
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr  # a model that prints must not spoil the answers
-    spec = device_from_mapping(json.loads(sys.stdin.readline()))
-    for line in sys.stdin:
-        asked = json.loads(line)
-        answers.write(json.dumps({"key": asked["key"], **summary_of(asked["config"], spec)}) + "\n")
-        answers.flush()
+    with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
+        asked = json.load(stream)
+        spec = device_from_mapping(asked["device"])
+        summaries = {key: summary_of(config, spec) for key, config in asked["configs"].items()}
+        stream.write(json.dumps(summaries).encode())
 
 
-if __name__ == "__main__":
-    main()
+def describe_software(_: None, channel: int) -> None:
+    """Answer with the versions of this environment, once it has imported all that a trial needs.
+
+    The newest file of torch identifies a build that was made again under the same version.
+    """
+    import torch
+
+    import workers.trial.body  # noqa: F401
+    from workers.devices import software_environment
+
+    folder = Path(torch.__file__).parent
+    changed_ns = [path.stat().st_mtime_ns for name in ("*.py", "*.so") for path in folder.rglob(name)]
+    software = {name: version for name, version in software_environment().items() if name != "farm_version"}
+    with socket.socket(fileno=channel) as ours:
+        ours.sendall(
+            json.dumps({**software, "torch_files": len(changed_ns), "torch_newest_ns": max(changed_ns)}).encode()
+        )
