@@ -13,7 +13,7 @@ import pytest
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
 from tests.farm.served import served
-from tests.surroundings import waiting_process
+from tests.surroundings import ENDS_WITHIN_S, waiting_process
 from warehouse.files.folder import DataFolder
 from workers import worker
 from workers.trial.server_client import TrialServer
@@ -100,13 +100,6 @@ def end_of_servers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory):
-    """One service for all files that ask it: it starts for seconds. What is killed in it comes back."""
-    with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
-        yield service
-
-
-@pytest.fixture(scope="session")
 def explored(tmp_path_factory):
     """A data folder for the explorer's pages."""
     from tests.farm.explored import fill_explored
@@ -117,8 +110,14 @@ def explored(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def explorer(explored):
-    """A service of that folder with low limits, for the tests of the pages over HTTP and in a browser."""
-    limits = "limits.query_s=3", "limits.download_rows=5000", "limits.download_mib=1"
-    with served(explored.root, *limits, "processes=1") as service:
+def service(explored):
+    """One service for all files that ask it: it starts for seconds. What is killed in it comes back.
+
+    The limits are those of its pages, of which there are tests over HTTP and in a browser.
+    """
+    with served(explored.root, "limits.query_s=3", "limits.download_rows=5000", "limits.download_mib=1") as service:
         yield service
+        everything = psutil.Process(service.process.pid).children(recursive=True)
+        assert service.stop() == 0
+        assert set(service.errors.splitlines()) <= {"Invalid HTTP request received."}  # to which hostile URLs lead
+    assert not psutil.wait_procs(everything, timeout=ENDS_WITHIN_S)[1]

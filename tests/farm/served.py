@@ -36,10 +36,10 @@ SMALL_LLAMA = {
 
 
 class Served:
-    """A service in a process of its own, on a free port."""
+    """A service in a process of its own, on a free port. token: sent with every request that has no other."""
 
-    def __init__(self, data: Path, *arguments: str) -> None:
-        self.data, self.log = data, data.parent / "requests.jsonl"
+    def __init__(self, data: Path, *arguments: str, token: str | None = None) -> None:
+        self.data, self.log, self.token = data, data.parent / "requests.jsonl", token
         command = [sys.executable, "-m", "farm.serve", "port=0", f"data={data}", f"log={self.log}", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -48,13 +48,14 @@ class Served:
         self.port = int(self.url.rpartition(":")[2])
 
     def client(self, **options: object) -> Client:
-        return Client(self.url, **options)
+        return Client(self.url, **{"token": self.token, **options})
 
     def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
         """One request as it is: (status, headers, parsed JSON or bytes)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
-            connection.request(method, path, body, {"content-type": JSON, **(headers or {})})
+            authorization = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+            connection.request(method, path, body, {"content-type": JSON, **authorization, **(headers or {})})
             answer = connection.getresponse()
             content = answer.read()
         is_json = JSON in answer.headers.get("content-type", "") or "problem+json" in answer.headers["content-type"]
@@ -94,9 +95,9 @@ class Served:
 @contextlib.contextmanager
 def served(data: Path, *arguments: str, token: str | None = None):
     """Yield a service that is ready, and stop it at the end."""
-    service = Served(data, *arguments)
+    service = Served(data, *arguments, token=token)
     try:
-        with service.client(timeout_s=PATIENCE_S, token=token) as client:
+        with service.client(timeout_s=PATIENCE_S) as client:
             wait_until_ready(client)
         yield service
     finally:

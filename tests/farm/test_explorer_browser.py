@@ -49,8 +49,8 @@ def browser():
 
 
 @pytest.fixture
-def tab(browser, explorer):
-    context = browser.new_context(base_url=explorer.url)
+def tab(browser, service):
+    context = browser.new_context(base_url=service.url)
     tab = context.new_page()
     problems: list[str] = []
     tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from conf.children.keeper import MEMORY, TIME, Ended
 from conf.children.running import ServerLost
 from conf.cli import command_line as cli
 from farm import serve
@@ -26,7 +27,7 @@ from farm.serving import trace_pool
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
-from farm.serving.trace_store import QuestionLimits, TraceStore
+from farm.serving.trace_store import TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
 from learn.client import Refused
 from learn.commands import estimate as estimate_command
@@ -252,37 +253,25 @@ def test_no_answer_names_the_servers_folders(service):
 # ---- who may ask, and how much
 
 
-TOKEN = "0123456789abcdef-token"
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (TIME, "the trace took longer than the limit of 60 s"),
+        (MEMORY, "the trace took more memory than the limit of 8 GiB"),
+    ],
+)
+def test_a_trace_beyond_a_limit_is_ended_and_says_so(folder, limit, words):
+    given, problems = {}, []
 
+    def ask(*_, **options):
+        given.update(options)
+        return b"", Ended(None, limit)
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    """A service that wants a token and ends a trace at once."""
-    place = tmp_path_factory.mktemp("guarded")
-    (place / "tokens").write_text(f"# of the scheduler\n{TOKEN}\n")
-    options = (f"token_file={place / 'tokens'}", "processes=1", "open_metrics=true", "limits.trace_s=0.05")
-    with served(DataFolder(place / "a'; echo foo").create().root, *options, token=TOKEN) as service:
-        yield service
-
-
-def test_other_machines_need_a_token_and_read_that_a_trace_took_longer_than_the_limit(guarded):
-    assert problem_of(guarded.send("GET", "/v1/devices"))[0] == 401
-    assert problem_of(guarded.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
-    assert guarded.send("GET", "/healthz")[0] == guarded.send("GET", "/metrics")[0] == 200, "the operator said so"
-    with guarded.client(token=TOKEN) as client, pytest.raises(Refused, match=r"longer than the limit of 0\.05 s"):
-        client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
-
-
-def test_a_trace_that_takes_more_memory_than_the_limit_is_ended_and_says_so(folder, tmp_path):
-    body = EstimateRequest(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
-    store = TraceStore(tmp_path / "questions.sqlite")
-    text = estimate_question(body, Policy()).text
-    asyncio.run(store.ask("k", text, "someone", QuestionLimits(9, 2**20, 60.0)))
-    limits = TraceLimits(str(folder.root), (), 60, 2**30 // 20)
-    with contextlib.closing(store), TracePool(store, limits, 1):
-        await_(lambda: asyncio.run(store.get("k")).is_finished, "the end of the trace")
-        asked = asyncio.run(store.get("k"))
-        assert asked.problem == "the trace took more memory than the limit of 0.05 GiB"
+    store = types.SimpleNamespace(failed=lambda _, problem: problems.append(problem))
+    pool = TracePool(store, TraceLimits(str(folder.root), (), 60, 2**33), 1)
+    pool._server = types.SimpleNamespace(lives=lambda: True, hello=dict, ask=ask)
+    assert pool._run_question("key", "{}") == words and problems == [words]
+    assert given == {"time_limit_s": 60, "memory_limit_bytes": 2**33, "has_folder": False}
 
 
 def test_a_question_leased_just_as_the_service_ends_is_given_back(folder):
@@ -364,14 +353,26 @@ def test_a_killed_trace_is_traced_again_also_when_what_it_was_forked_from_is_kil
         assert client.estimate(config={**MLP, "depth": 7}, method="full").parameters > 0
 
 
-def test_beyond_its_limits_a_service_says_so_and_killed_it_goes_on_with_what_was_asked(folder):
+TOKEN = "0123456789abcdef-token"
+
+
+def test_beyond_its_limits_a_service_says_so_and_killed_it_leaves_what_was_asked_to_the_next(folder, tmp_path):
+    (tmp_path / "tokens").write_text(f"# of the scheduler\n{TOKEN}\n")
     body, other = ({"config": {**MLP, "depth": depth}, "method": "full"} for depth in (30, 31))
-    limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1")
-    with served(folder.root, *limits, "processes=1", "explorer=false") as first:
+    limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1", "limits.trace_s=0.05")
+    options = (f"token_file={tmp_path / 'tokens'}", "processes=1", "open_metrics=true", "explorer=false")
+    with served(folder.root, *limits, *options, token=TOKEN) as first:
+        for wrong in ("", "Bearer x"):
+            assert problem_of(first.send("GET", "/v1/devices", headers={"authorization": wrong}))[0] == 401
+            answers = [first.send("GET", path, headers={"authorization": wrong}) for path in ("/healthz", "/metrics")]
+            assert [status for status, *_ in answers] == [200, 200], "the operator said so"
+        with first.client() as client, pytest.raises(Refused, match=r"longer than the limit of 0\.05 s"):
+            client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
         assert first.send("GET", "/")[0] == first.send("GET", "/runs")[0] == 404, "the API alone"
         waits = http.client.HTTPConnection("127.0.0.1", first.port)
         with contextlib.closing(waits), first.traces_held():
-            waits.request("POST", "/v1/estimate", json.dumps(body), {"content-type": JSON, "prefer": "wait=60"})
+            headers = {"content-type": JSON, "prefer": "wait=60", "authorization": f"Bearer {TOKEN}"}
+            waits.request("POST", "/v1/estimate", json.dumps(body), headers)
             while b'questions{state="running"} 1' not in first.send("GET", "/metrics")[2]:
                 pass
             assert first.post("/v1/estimate", {"config": MLP, "method": "fast"})[0] == 200, "who waits is in no way"
@@ -383,11 +384,10 @@ def test_beyond_its_limits_a_service_says_so_and_killed_it_goes_on_with_what_was
             first.process.kill()
         first.stop()
     assert not psutil.wait_procs(answering, timeout=ENDS_WITHIN_S)[1]
-    with served(folder.root, "processes=1") as second, second.client() as client:
-        assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
-        everything = psutil.Process(second.process.pid).children(recursive=True)
-        assert second.stop() == 0 and not second.errors
-    assert not psutil.wait_procs(everything, timeout=ENDS_WITHIN_S)[1]
+    store = TraceStore(folder.service)
+    with contextlib.closing(store), TracePool(store, TraceLimits(str(folder.root), (), 60, 2**33), 1):
+        await_(lambda: asyncio.run(store.get(pending["id"])).is_finished, "the trace that was asked for")
+        assert asyncio.run(store.get(pending["id"])).answer["parameters"] > 0
 
 
 # ---- the command and the client

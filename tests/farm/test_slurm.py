@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -151,7 +150,7 @@ def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
         training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
 
 
-def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(tmp_path):
+def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(tmp_path, monkeypatch, capfd):
     (tmp_path / "above" / "below").mkdir(parents=True)
     (tmp_path / "above" / "below" / "train.py").write_text(TRAINING)
     script, fake = tmp_path / "job.sh", tmp_path / "fake_sbatch"
@@ -160,13 +159,14 @@ def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
     fake.chmod(0o755)
     options = ["-p", "gpu", "-D", "above"]
-    command = [sys.executable, "-m", "farm.sbatch", "devices={L4: l4}", f"sbatch={fake}", "--", *options, "job.sh", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 3, done.stderr  # sbatch's own
-    comment, *added = done.stdout.splitlines()
+    monkeypatch.chdir(tmp_path)
+    submit = functools.partial(entry, command=[*options, "job.sh", "x"])
+    assert run("sbatch", submit, ["devices={L4: l4}", f"sbatch={fake}"]) == 3  # sbatch's own
+    out, err = capfd.readouterr()
+    comment, *added = out.splitlines()
     assert comment.startswith("--comment=gpufarm: ")
     assert added == ["--gres=gpu:1", "--constraint=l4", *options, "job.sh", "x"]
-    assert "L4: " in done.stderr and "fits" in done.stderr
+    assert "L4: " in err and "fits" in err
 
 
 @pytest.mark.parametrize(

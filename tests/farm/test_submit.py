@@ -60,6 +60,7 @@ def test_simulated_rows_say_so_and_carry_their_labels(data, capsys, gpu):
     assert ask(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
 
 
+@pytest.mark.slow  # in `make test`, `tests/workers/test_ranks.py` has real ranks
 def test_trials_of_two_ranks_really_train_on_the_cpu_and_land(data):
     assert submit(data, "n=1", "device=cpu", "parallel=ddp=2", "window=fixed", "window.seconds=0.1") == 0
     columns = "status, source, parallel, ranks, worst_rank IN (0, 1), config->>'$.parallel', kernel_rows"
@@ -123,6 +124,7 @@ def test_detach_queues_and_work_runs_it_until_its_time_is_over_and_goes_on_later
     assert ask(data, "SELECT count(*) FROM runs") == [(3,)]
 
 
+@pytest.mark.slow  # in `make test`, `tests/contracts/test_executor_contract.py` has Ray
 def test_it_works_on_ray_with_several_simulated_gpus(data):
     done = subprocess.run(
         [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=2", "device=simulated", "device.count=2"],
@@ -190,6 +192,7 @@ BAD = {
     "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
     "n=1 arch.space.topology=[nope]": "arch.space.topology: topology must be one of pyramid, ",
     "n=1 limits.max_parameters=1": "limits.max_parameters=1 rejected all 1,000 points; the smallest needed ",
+    "n=1 cluster=local cluster.address=127.0.0.1:1": "cluster.address=127.0.0.1:1: no Ray cluster answers there",
     "n=1 cluster.kind=slurm": "unknown cluster.kind 'slurm'; known: inline, ray",
 }
 
@@ -201,16 +204,6 @@ def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, c
     assert BAD[arguments] in printed.err
     assert printed.err.count("\n") == 1 and printed.err.startswith("error: ")
     assert not data.exists(), "nothing half-written"
-
-
-def test_no_ray_at_an_address_is_one_clear_message(data):
-    done = subprocess.run(
-        [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=1", "cluster.address=127.0.0.1:1", f"data={data}"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "cluster.address=127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
 @pytest.mark.slow
