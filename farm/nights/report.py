@@ -11,7 +11,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 
@@ -40,10 +40,6 @@ from warehouse.files.folder import DataFolder
 from warehouse.reading.checks import Finding
 from warehouse.reading.connection import WarehouseConnection
 
-if TYPE_CHECKING:
-    import pyarrow
-
-
 FAILED = ("crashed", "timeout", "invalid")
 GROUPS_SHOWN = 12  # groups of failures
 LOG_CHARACTERS = 4000
@@ -52,42 +48,23 @@ EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCount:
-    """Runs of one kind: in total, and those that finished in this cycle."""
-
-    family: str
-    device_name: str | None
-    source: str
-    status: str
-    rows: int
-    tonight: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureGroup:
-    """Runs of this cycle with the same status, error type and message, apart from figures in it."""
-
-    status: str
-    error_type: str | None
-    said: str
-    runs: int
-    families: tuple[str, ...]
-    run_ids: tuple[str, ...]  # a few
-    log: str  # the end of one's message, traceback and output
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportRows:
-    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown."""
+    """Counts of rows.
 
-    counts: tuple[RowCount, ...]
+    counts        runs of each family, device_name, source and status: `rows`, and `tonight` those of this cycle
+    device_names  and source: those that coverage counts; empty if unknown
+    failures      this cycle's failed runs by status, error_type and message (`said`), apart from figures in it: number
+                  of `runs`, their `families`, a few `run_ids`, and the end of one's message and output (`log`)
+    """
+
+    counts: tuple[Mapping[str, Any], ...]
     device_names: tuple[str, ...]
     source: str
     memory: Grid
     levels: tuple[Grid, ...]
     regions: tuple[Grid, ...]  # one a family: batch size by parameters
     absent_families: tuple[str, ...]
-    failures: tuple[FailureGroup, ...]
+    failures: tuple[Mapping[str, Any], ...]
     failed_tonight: int
     untrusted_tonight: int  # executions
 
@@ -103,19 +80,16 @@ def read_rows(
     tonight = f"coalesce(finished_at >= TIMESTAMP {sql_text(f'{began:%Y-%m-%d %H:%M:%S.%f}')}, false)"
     with duckdb.connect() as counted:
         counted.execute("SET threads = 1")
-        counted.register("source_rows", _columns(connection, tonight))
+        # As Arrow: files are read once, without error texts.
+        source_rows = connection.sql(
+            f"""SELECT family, device_name, source, status, {USABLE} AS usable, {tonight} AS tonight, batch_size,
+                parameters, peak_memory_mib, smact, smocc, drama,
+                CASE WHEN device_uuid IS NOT NULL THEN device_memory_mib END AS device_memory_mib FROM runs"""
+        )
+        counted.register("source_rows", source_rows.to_arrow_table())
         counted.execute("CREATE TABLE rows AS SELECT * FROM source_rows")
         counted.unregister("source_rows")
         return _read(connection, counted, tonight, device_name or "", source or "")
-
-
-def _columns(connection: WarehouseConnection, tonight: str) -> pyarrow.Table:
-    """Return the columns needed for counting, of every run, as Arrow. Files are read once, without error texts."""
-    return connection.sql(
-        f"""SELECT family, device_name, source, status, {USABLE} AS usable, {tonight} AS tonight, batch_size,
-            parameters, peak_memory_mib, smact, smocc, drama,
-            CASE WHEN device_uuid IS NOT NULL THEN device_memory_mib END AS device_memory_mib FROM runs"""
-    ).to_arrow_table()
 
 
 def _read(
@@ -125,21 +99,16 @@ def _read(
     device_name: str,
     source: str,
 ) -> ReportRows:
-    counts = tuple(
-        RowCount(family=f, device_name=d, source=s, status=status, rows=n, tonight=new)
-        for f, d, s, status, n, new in counted.execute(
-            "SELECT family, device_name, source, status, count(*), count(*) FILTER (tonight) FROM rows "
-            "GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-    )
-    spelled = {count.device_name for count in counts if count.device_name}
+    count = "SELECT family, device_name, source, status, count(*) AS rows, count(*) FILTER (tonight) AS tonight"
+    counts = counted.sql(f"{count} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
+    spelled = {count["device_name"] for count in counts if count["device_name"]}
     names = tuple(sorted(name for name in spelled if same_device(name, device_name)))
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
         f"AND source = {sql_text(source)}"
     )
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
-    failed_tonight = sum(count.tonight for count in counts if count.status in FAILED)
+    failed_tonight = sum(count["tonight"] for count in counts if count["status"] in FAILED)
     untrusted = connection.execute(f"SELECT count(*) FROM attempts WHERE quality = 'untrusted' AND {tonight}")
     ((untrusted_tonight,),) = untrusted.fetchall()
 
@@ -147,7 +116,7 @@ def _read(
         return counted.execute(sql).fetchall()
 
     return ReportRows(
-        counts=counts,
+        counts=tuple(counts),
         device_names=names,
         source=source,
         memory=memory_grid(execute, "here", families),
@@ -195,11 +164,11 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[FailureGroup, ...]:
+def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[Mapping[str, Any], ...]:
     """Return the most frequent kinds of tonight's failures."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback has its message in the last line that is not indented, other texts in the first.
-    groups_found = connection.execute(
+    groups = connection.sql(
         f"""WITH failed AS (
             SELECT run_id, family, status, error_type, coalesce(error, '') AS error,
                 trim(split_part(left(coalesce(error, ''), 100000), {sql_text(OUTPUT_STARTS)}, 1), {sql_text(chr(10))})
@@ -211,23 +180,13 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[Fail
                 ELSE split_part(message, {sql_text(chr(10))}, 1) END, {SAID_CHARACTERS}) AS said
             FROM failed
         )
-        SELECT status, error_type, min(said), count(*), list(DISTINCT family ORDER BY family),
-            list(run_id ORDER BY run_id)[:{EXAMPLES}], right(arg_min(error, run_id), {LOG_CHARACTERS})
+        SELECT status, error_type, coalesce(nullif(min(said), ''), 'no message') AS said, count(*) AS runs,
+            list(DISTINCT family ORDER BY family) AS families, list(run_id ORDER BY run_id)[:{EXAMPLES}] AS run_ids,
+            right(arg_min(error, run_id), {LOG_CHARACTERS}) AS log
         FROM sentences GROUP BY status, error_type, regexp_replace(said, '0x[0-9a-f]+|[0-9]+', '#', 'g')
         ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
-    ).fetchall()
-    return tuple(
-        FailureGroup(
-            status=status,
-            error_type=kind,
-            said=sentence or "no message",
-            runs=runs,
-            families=tuple(families),
-            run_ids=tuple(ids),
-            log=log,
-        )
-        for status, kind, sentence, runs, families, ids, log in groups_found
     )
+    return tuple(groups.to_arrow_table().to_pylist())
 
 
 _MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
@@ -258,7 +217,12 @@ def say(cycle: Cycle, rows: ReportRows | None, findings: Sequence[Finding], note
     urgent = _canaries(cycle.payload(CanariesPayload) or CanariesPayload())
     if cycle.outcome == "failed":
         urgent = ["Fix it, and run the same command again.", *urgent]
-    look = [*_findings(findings), *_failures(run), *_learning(cycle)]
+    look = [*_findings(findings), *_failures(run)]
+    look += [
+        f"The estimator of {score.target} could not be fitted: {gist(score.why)}"
+        for score in _scores(cycle)
+        if score.decision == "failed"
+    ]
     if run is not None and run.ended == "time" and not run.runs:
         look.append("Give it more time: nothing was left of it for the runs.")
     if rows is None or notes:
@@ -307,14 +271,6 @@ def _failures(run: RunPayload | None) -> list[str]:
     if failed > _MANY_FAILED * runs:
         return [f"{failed:,} of {runs:,} runs failed ({failed / runs:.0%}): see the failures with their logs."]
     return []
-
-
-def _learning(cycle: Cycle) -> list[str]:
-    return [
-        f"The estimator of {score.target} could not be fitted: {gist(score.why)}"
-        for score in _scores(cycle)
-        if score.decision == "failed"
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,8 +387,13 @@ def _rows(
 def _step(cycle: Cycle, name: str) -> dict[str, Any]:
     step = cycle.steps.get(name)
     state, error, attempts = (step.state, step.error, len(step.attempts)) if step else ("not reached", "", 0)
-    seconds = step.seconds if step else None
-    return {"name": name, "state": state, "seconds": seconds, "attempts": attempts, "error": error}
+    return {
+        "name": name,
+        "state": state,
+        "seconds": step.seconds if step else None,
+        "attempts": attempts,
+        "error": error,
+    }
 
 
 def _night(cycle: Cycle) -> Night:
@@ -446,12 +407,11 @@ def _night(cycle: Cycle) -> Night:
 
 
 def _scores(cycle: Cycle) -> list[Score]:
-    learnt = cycle.payload(LearnPayload) or LearnPayload()
     return [
         Score(
             **vars(result),
             cycle=cycle.name,
             in_use=result.figures.get("candidate" if result.decision in NEW_MODEL else "current"),
         )
-        for result in learnt.results
+        for result in (cycle.payload(LearnPayload) or LearnPayload()).results
     ]
