@@ -53,8 +53,7 @@ def entry(settings: GrowSettings) -> int:
         service = stack.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = stack.enter_context(Queue.open(folder.queue))
         status = stack.enter_context(contextlib.closing(_StatusLine(service.quiet)))
-        night = _night(folder, queue, settings, service, status)
-        return _run_cycle(night, status)
+        return _run_cycle(_night(folder, queue, settings, service, status), status)
 
 
 def _night(
@@ -65,7 +64,7 @@ def _night(
     status: _StatusLine,
 ) -> NightWork:
     """Return the unfinished cycle with the settings that it began with, or a new one; print which."""
-    journal = Journal.open(folder)
+    journal = Journal(folder)
     resumed = None
     with _notify_if_not_begun(folder, settings):
         cycles = journal.cycles()
@@ -91,7 +90,8 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
         status.close()
-        print(f"{_progress_text(night)}; the same command resumes it", file=sys.stderr)
+        where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
+        print(f"cycle {night.cycle.name} is unfinished{where}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CommandError as error:
         cycle, code = night.cycle, EXIT_FAILED
@@ -109,12 +109,6 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
         code = code or EXIT_ALL_FAILED
     _notify(message, night.settings, night.service)
     return code
-
-
-def _progress_text(night: NightWork) -> str:
-    """Return text such as `cycle 2026-11-20 is unfinished at its step run`."""
-    where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
-    return f"cycle {night.cycle.name} is unfinished{where}"
 
 
 @contextlib.contextmanager
@@ -166,7 +160,7 @@ def _dry_run(settings: GrowSettings) -> int:
     machine, device_line = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     exists = folder.format_marker.exists()
-    cycles = Journal.open(folder).cycles()
+    cycles = Journal(folder).cycles()
     environment = environment_now(folder, machine) if exists else None
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None

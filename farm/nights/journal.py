@@ -17,8 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -273,7 +272,6 @@ def _value_of(annotation: Any, value: Any) -> Any:
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
 OUTCOMES = ("done", "cut short", "sick", "failed")
-_FILE = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,15 +348,10 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC)
+        self, folder: DataFolder, clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC)
     ):
-        self.path = path
+        self.path = folder.growth / "journal.jsonl"  # it need not exist yet
         self._clock = clock
-
-    @classmethod
-    def open(cls, folder: DataFolder, **options: Any) -> Journal:
-        """Open the folder's journal, which need not exist yet."""
-        return cls(folder.growth / _FILE, **options)
 
     def cycles(self) -> list[Cycle]:
         """Return the cycles, oldest first. Raises `EnvironmentProblem` naming an invalid line."""
@@ -398,20 +391,19 @@ class Journal:
         return self._record(cycle, event="end", outcome=outcome, said=sentence)
 
     def _record(self, cycle: str, **entry: Any) -> Cycle:
-        self._append({"cycle": cycle, **entry})
-        return self.cycle(cycle)
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps({"at": self._clock().isoformat(timespec="milliseconds"), **entry}, allow_nan=False) + "\n"
+        moment = self._clock().isoformat(timespec="milliseconds")
+        line = json.dumps({"at": moment, "cycle": cycle, **entry}, allow_nan=False) + "\n"
         new = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a+b") as file:
-            _cut_torn_line(file)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # without a torn line
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
         if new:
             sync(self.path.parent)
+        return self.cycle(cycle)
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
@@ -440,13 +432,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, datetime.datetime):
         return value.astimezone(datetime.UTC).isoformat(timespec="seconds")
     return value
-
-
-def _cut_torn_line(file: IO[bytes]) -> None:
-    file.seek(0)
-    end = file.read().rfind(b"\n") + 1
-    file.truncate(end)
-    file.seek(end)
 
 
 def _apply(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:

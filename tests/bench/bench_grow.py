@@ -46,7 +46,7 @@ def run(runs: int = 100_000, candidates: int = 10_000) -> dict:
             env={**os.environ, "GPUFARM_DATA": str(folder.root)},
         )
         ended_at = datetime.datetime.now(datetime.UTC)
-        (cycle,) = Journal.open(folder).cycles()
+        (cycle,) = Journal(folder).cycles()
         assert cycle.outcome == "done", cycle.said
         seconds = {name: step.seconds for name, step in cycle.steps.items()}
         return {

@@ -33,7 +33,7 @@ class Nights:
     def __init__(self, folder: DataFolder):
         self.folder = folder
         self.now = datetime.datetime(2026, 11, 18, 1, tzinfo=datetime.UTC)
-        self.journal = Journal(folder.growth / "journal.jsonl", clock=lambda: self.now)
+        self.journal = Journal(folder, clock=lambda: self.now)
         self._writer = RunWriter(folder)
         self._random = random.Random(0)
         self._written = 0

@@ -125,7 +125,7 @@ def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(l
 
 
 def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab):
-    journal, spec = Journal.open(lab.folder), load_device("A100-SXM4-40GB")
+    journal, spec = Journal(lab.folder), load_device("A100-SXM4-40GB")
     machine = Machine(DeviceChoice(backend="simulated"), DEVICE, "measured", 1, spec)
 
     def night(change, canaries="compare"):

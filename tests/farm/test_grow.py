@@ -51,7 +51,7 @@ def runs(root, columns="config_hash, status"):
 
 
 def cycles(root):
-    return Journal.open(DataFolder.resolve(root)).cycles()
+    return Journal(DataFolder.resolve(root)).cycles()
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def root(tmp_path):
     return tmp_path / "a'; echo data"
 
 
-def test_a_night_measures_lands_reports_and_tells_how_it_ended(root, tmp_path, capsys):
+def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_goes_on(root, tmp_path, capsys):
     note = tmp_path / "note"
     keep = f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}"
     with listener(500) as (url, got):
@@ -79,14 +79,10 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended(root, tmp_path, c
     text, _, outcome = note.read_text().rpartition("}")
     assert json.loads(text + "}") == got[0] and outcome.strip() == "done"
     assert got[0]["cycle"] == cycle.name and got[0]["outcome"] == "done" and got[0]["run"]["runs"] == 2
-
-
-def test_the_next_night_goes_on_and_measures_nothing_twice(root):
-    for _ in range(2):
-        assert grow(root, "n=2", "policy=uniform", "pool=12") == 0
-    first, second = cycles(root)
+    assert grow(root, "n=2") == 0
     hashes = [name for name, _ in runs(root)]
-    assert len(hashes) == len(set(hashes)) == 4
+    assert len(hashes) == len(set(hashes)) == 4, "nothing is measured twice"
+    first, second = cycles(root)
     (before,), (after,) = (cycle.done("choose")["next_index"].values() for cycle in (first, second))
     assert after > before >= 2
     assert second.done("land")["snapshot"] == second.name
@@ -281,7 +277,7 @@ def runs_on(pid):
 
 
 def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
-    journal = Journal.open(DataFolder.resolve(root).create())
+    journal = Journal(DataFolder.resolve(root).create())
     journal.end(journal.begin({"device": {"backend": "cuda"}}, "00000000").name, "done", "")
     assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"]) == 2
     assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
@@ -318,7 +314,7 @@ def test_a_gpu_or_a_model_that_is_missing_tonight_is_told(root, tmp_path, monkey
     ],
 )
 def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, capsys, settings, goes_on):
-    Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
+    Journal(DataFolder.resolve(root).create()).begin(settings, "00000000")
     assert grow(root, "n=1") == 0
     old, *new = cycles(root)
     if goes_on:

@@ -31,7 +31,7 @@ class Clock:
 
 @pytest.fixture
 def journal(folder):
-    return Journal.open(folder, clock=Clock())
+    return Journal(folder, clock=Clock())
 
 
 def test_a_cycle_is_read_back_as_it_was_written(journal):
@@ -225,7 +225,7 @@ def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(
     ],
 )
 def test_a_value_of_another_type_is_one_line_with_the_step(folder, kind, values, value):
-    journal = Journal.open(folder)
+    journal = Journal(folder)
     name = journal.begin({}, "a").name
     journal.start(name, kind.step)
     cycle = journal.done(name, kind.step, values)

@@ -106,7 +106,7 @@ def fill(disk, left):
 @pytest.mark.parametrize("left", [0, 40 << 10])
 def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(disk, capfd, left):
     folder = DataFolder.resolve(disk / "data").create()
-    journal = Journal.open(folder)
+    journal = Journal(folder)
     journal.begin({}, "0badcafe")
     journal.end("".join(cycle.name for cycle in journal.cycles()), "done", "for the test")
     arguments = [

@@ -42,7 +42,7 @@ def runs(root):
 def outcome(root):
     """Everything of a night that must not depend on how often it was killed."""
     folder = DataFolder.resolve(root)
-    (cycle,) = Journal.open(folder).cycles()
+    (cycle,) = Journal(folder).cycles()
     (name,) = snapshot_names(folder)
     (artifact,) = versions(folder, "memory")
     with Queue.open(folder.queue) as queue:
@@ -91,7 +91,7 @@ def test_killed_and_interrupted_in_the_middle_of_its_runs_under_ray(tmp_path):
     await_(lambda: not farm.processes(), "the end of its processes", ENDS_WITHIN_S)
     Farm(root, *GROW).ends_with(0)
     night, folder = outcome(root), DataFolder.resolve(root)
-    (cycle,) = Journal.open(folder).cycles()
+    (cycle,) = Journal(folder).cycles()
     planned = sorted(config_hash(entry.config) for entry in read_plan(folder, cycle.done("choose")["plan"]))
     assert [row[0] for row in night["runs"]] == planned and len(planned) == 40
     assert sum(night["jobs"]["canary"].values()) == 16 and night["snapshot"] == (56, 56)

@@ -24,7 +24,7 @@ SMALL = (
 
 
 def cycles(root):
-    return Journal.open(DataFolder.resolve(root)).cycles()
+    return Journal(DataFolder.resolve(root)).cycles()
 
 
 def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_word(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def nights():
     for night, arguments in (("first", ("n=14", "policy=stratified")), ("second", ("n=8", "policy=coverage"))):
         yield f"{night}: output", invoked("farm.grow", [*NIGHT, *arguments])
         folder = DataFolder.resolve("grown")
-        cycle = Journal.open(folder).cycles()[-1]
+        cycle = Journal(folder).cycles()[-1]
         yield f"{night}: outcome", {"outcome": cycle.outcome, "said": cycle.said, "settings": cycle.settings}
         for name, step in cycle.steps.items():
             yield f"{night}: {name}", step.payload
