@@ -263,7 +263,7 @@ def replay_page(replays: CrossedReplays) -> Page:
         sections=(
             Section("makespan", "Makespan", _makespans(replays), name="makespan"),
             Section("jobs", "Waiting and completion of the jobs", _distributions(replays), name="jobs"),
-            Section("all", "All figures", (_all(replays),), name="figures"),
+            Section("all", "All figures", (table(HEADS, map(cells, replays.standings), words=2),), name="figures"),
         ),
     )
 
@@ -314,10 +314,6 @@ def _choose_shown(standings: Sequence[Standing]) -> list[Standing]:
 
 def _minutes(standing: Standing, name: str) -> list[float]:
     return [value / 60 for result in standing.results for value in getattr(result, name)]
-
-
-def _all(replays: CrossedReplays) -> Block:
-    return table(HEADS, [cells(standing) for standing in replays.standings], words=2)
 
 
 def entry(settings: ReplaySettings) -> int:

@@ -46,23 +46,10 @@ PATIENCE_S = 1800.0  # after which GPUs are emptied for the head of the queue
 _LOOKED_AT = 32  # GPUs that `ours` compares: those with the least SM activity
 
 
-class ExclusivePolicy:
-    """A GPU for each job."""
-
-    name, shares, lookahead, patience_s = "exclusive", False, 1, math.inf
-
-    def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        return None
-
-    def may_join(self, kind: int) -> bool:
-        return False
-
-
-class _FittingPolicy:
+class _FittingPolicy(PlacementPolicy):
     """Takes GPUs with enough measured free memory for the estimate."""
 
-    name = ""
-    shares, lookahead, patience_s = True, 1, math.inf
+    shares = True
 
     def __init__(self, needs_mib: Sequence[float]) -> None:
         self.needs_mib = needs_mib
@@ -86,23 +73,23 @@ class QuietGpuPolicy(_FittingPolicy):
 
     Args:
         needs_mib: memory that each job type needs.
-        name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
+        rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
             the least utilized one.
     """
 
-    def __init__(self, needs_mib: Sequence[float], name: str) -> None:
+    def __init__(self, needs_mib: Sequence[float], rule: str) -> None:
         super().__init__(needs_mib)
-        self.name, self._last = name, -1
+        self.rule, self._last = rule, -1
 
     def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
         fitting = self.fitting(kind, pool, now_s, among)
         quiet = fitting[pool.activity[fitting] < SMACT_LIMIT]
         if not len(quiet):
             return None
-        if self.name == "round_robin":
+        if self.rule == "round_robin":
             place = np.searchsorted(quiet, self._last, side="right") % len(quiet)
         else:
-            place = np.argmin((pool.used_mib if self.name == "magm" else pool.activity)[quiet])
+            place = np.argmin((pool.used_mib if self.rule == "magm" else pool.activity)[quiet])
         self._last = int(quiet[place])
         return self._last
 
@@ -118,8 +105,6 @@ class ExpectedSpeedPolicy(_FittingPolicy):
         types: job types; `estimated` is read, and `truth` for an oracle.
         estimator: estimates slowdowns.
     """
-
-    name = "ours"
 
     def __init__(
         self,
@@ -143,13 +128,11 @@ class ExpectedSpeedPolicy(_FittingPolicy):
             fitting = fitting[np.argsort(pool.activity[fitting], kind="stable")[:_LOOKED_AT]]
         best, most = None, LEAST_GAIN
         for gpu in fitting.tolist():
-            gain = self._gain(pool.kinds[gpu], kind)
+            kinds = pool.kinds[gpu]
+            gain = self._total(tuple(sorted((*kinds, kind)))) - max(0.0, self._total(kinds))
             if gain > most:
                 best, most = gpu, gain
         return best
-
-    def _gain(self, kinds: tuple[int, ...], kind: int) -> float:
-        return self._total(tuple(sorted((*kinds, kind)))) - max(0.0, self._total(kinds))
 
     def _total(self, kinds: tuple[int, ...]) -> float:
         """Return the sum of a group's expected speeds; -infinity for a forbidden group."""
@@ -187,7 +170,7 @@ def make_policy(
         slowdowns: estimator of slowdowns for `ours`; by default the packaged one, learned from measured pairs.
     """
     if name == "exclusive":
-        return ExclusivePolicy()
+        return PlacementPolicy()
     margins = [estimated_mib(job, estimator) + MARGIN_MIB for job in types]
     if name != "ours":
         return QuietGpuPolicy(margins, name)
@@ -344,16 +327,19 @@ def run_crossing(
         window_s=settings.window_s,
         most_jobs=settings.max_jobs,
     )
-    combinations = _combinations(settings)
-    results: dict[tuple[str, str], list[ReplayResult]] = {pair: [] for pair in combinations}
+    results: dict[tuple[str, str], list[ReplayResult]] = {
+        (policy, NO_ESTIMATOR if policy == "exclusive" else estimator): []
+        for policy in settings.policy
+        for estimator in settings.estimator
+    }
     baselines: list[float] = []
     first: ClusterTrace | None = None
     for place, seed in enumerate(settings.seeds):
         trace = _trace(settings, seed)
         first = first or trace
-        for nth, (policy, estimator) in enumerate(combinations):
-            total = len(combinations) * len(settings.seeds)
-            progress(f"{policy} {estimator}, seed {seed}", place * len(combinations) + nth, total)
+        for nth, (policy, estimator) in enumerate(results):
+            total = len(results) * len(settings.seeds)
+            progress(f"{policy} {estimator}, seed {seed}", place * len(results) + nth, total)
             results[policy, estimator].append(_replay(settings, rules, trace, policy, estimator, seed))
         if ("exclusive", NO_ESTIMATOR) in results:
             baselines.append(results["exclusive", NO_ESTIMATOR][-1].makespan_s)
@@ -375,15 +361,6 @@ def run_crossing(
     return CrossedReplays(
         settings=settings, trace_name=first.name, jobs=len(first), left_out=first.left_out, standings=standings
     )
-
-
-def _combinations(settings: ReplaySettings) -> list[tuple[str, str]]:
-    pairs = [
-        (policy, NO_ESTIMATOR if policy == "exclusive" else estimator)
-        for policy in settings.policy
-        for estimator in settings.estimator
-    ]
-    return list(dict.fromkeys(pairs))
 
 
 def _trace(settings: ReplaySettings, seed: int) -> ClusterTrace:

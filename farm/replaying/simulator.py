@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -147,24 +146,25 @@ class GpuPool:
 _FINISH, _WARM, _READY = range(3)
 
 
-class PlacementPolicy(Protocol):
-    """Chooses a GPU for a job of one GPU when none is idle.
+class PlacementPolicy:
+    """Chooses a GPU for a job of one GPU when none is idle. This one never lets a job join others.
 
     shares      whether it ever lets a job join others
     lookahead   waiting jobs that it looks at, from the head of the queue; 1: a waiting head holds up all
     patience_s  how long jobs behind a waiting head may start earlier, before GPUs are emptied for the head
     """
 
-    name: str
-    shares: bool
-    lookahead: int
-    patience_s: float
+    shares = False
+    lookahead = 1
+    patience_s = math.inf
 
     def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
         """Return the GPU that a job of this type joins now, only of `among` if given; None if it has to wait."""
+        return None
 
     def may_join(self, kind: int) -> bool:
         """Return True if a job of this type can ever join others."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +350,7 @@ class _Simulation:
         alone = self.crashed[job] or len(gpus) > 1
         for gpu in gpus:
             self.collocated += bool(self.pool.jobs[gpu])
-            speeds = self.pool.add(gpu, job, self.trace.kinds[job], alone=alone)
-            self._set_speeds(gpu, speeds)
+            self._set_speeds(gpu, self.pool.add(gpu, job, self.trace.kinds[job], alone=alone))
             if self.policy.shares and not alone:
                 self.pool.ready_s[gpu] = self.now + self.rules.window_s
                 heapq.heappush(self.events, (self.now + self.rules.window_s, _READY, gpu))
@@ -401,7 +400,7 @@ class _Simulation:
         return ReplayResult(
             makespan_s=makespan,
             waiting_s=[
-                _or_nan(end, began - came)
+                began - came if end == end else math.nan
                 for end, began, came in zip(self.finished, self.began, trace.arrivals_s, strict=True)
             ],
             completion_s=[end - came for end, came in zip(self.finished, trace.arrivals_s, strict=True)],
@@ -416,7 +415,3 @@ class _Simulation:
             used=self.used_s / over if over else 0.0,
             energy_j=self.rules.idle_w * over + (self.rules.limit_w - self.rules.idle_w) * self.active_s,
         )
-
-
-def _or_nan(end: float, value: float) -> float:
-    return value if end == end else math.nan

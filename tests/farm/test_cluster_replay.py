@@ -134,15 +134,6 @@ def test_a_slowdown_limit_keeps_jobs_apart():
     assert run(trace, "ours", "oracle").collocated > 0 == limited.collocated
 
 
-@pytest.mark.parametrize("line", ["--task " * 30_000, "--task x.rad" + " " * 60_000 + "x"])
-def test_a_long_line_of_a_submission_script_is_read_at_once(tmp_path, line):
-    (tmp_path / "trace.sh").write_text(f"{line}\n")
-    began = time.process_time()
-    with pytest.raises(UsageError, match="no job"):
-        read_trace(str(tmp_path / "trace.sh"), None, seed=0)
-    assert time.process_time() - began < 5
-
-
 def test_philly_s_job_log_is_read(tmp_path):
     def attempt(began, ended, *machines):
         return {
@@ -213,14 +204,16 @@ def test_carma_s_submission_script_is_read(tmp_path):
         ("a.sh", "submit.py --task /x/none.rad\n", "line 1: unknown task"),
         ("a.sh", "", "no job"),
         ("a.txt", "", "neither a generator nor a file"),
-        ("a.sh", "--task x.rad" + " " * 60_000 + "x", "no job"),  # read in linear time
+        ("a.sh", "--task x.rad" + " " * 60_000 + "x", "no job"),
         ("a.sh", "--task " * 30_000, "no job"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, name, text, part):
     (tmp_path / name).write_text(text)
+    began = time.process_time()
     with pytest.raises(UsageError, match=part):
         read_trace(str(tmp_path / name), None, seed=0)
+    assert time.process_time() - began < 5, "also of long lines"
 
 
 GOOD = {
