@@ -212,8 +212,7 @@ def _read_sensor(sensor: Sensor) -> dict[str, Any]:
     try:
         deadline = time.monotonic() + _LISTEN_S
         while time.monotonic() < deadline:
-            samples = sensor.sample()
-            given |= {name for sample in samples for name in sample.values}
+            given |= {name for sample in sensor.sample() for name in sample.values}
             if given and (exporter is None or exporter.interval_s is not None):
                 break
             time.sleep(sensor.period_s)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
-_FIRST_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_LAUNCHER = re.compile(r"(?:.*/)?(python|torchrun|accelerate|deepspeed)(?:(?<=python)3(?:\.\d+)?)?", re.DOTALL)
 _WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, which all take a value
 _SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # except these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
@@ -143,14 +143,16 @@ def training_command(text: str, script_words: Sequence[str], begins_in: Path) ->
             folder = _folder(folder, _target(expanded, variables))
         elif set(words) & set(_CHANGES) and not commands:
             raise UsageError(f"{script_words[0]}: only the shell knows where `{shlex.join(words)}` leads")
-        start = next((position for position, word in enumerate(expanded) if _starts_training(word)), None)
-        if start is not None and _may_precede(expanded[:start]):
-            name = _name(expanded[start])
-            name = "python" if _FIRST_PYTHON.fullmatch(name) else name
-            commands.append(TrainingCommand((name, *expanded[start + 1 :]), folder))
+        for position, word in enumerate(expanded):
+            if launcher := _LAUNCHER.fullmatch(word):
+                if _may_precede(expanded[:position]):
+                    commands.append(TrainingCommand((launcher[1], *expanded[position + 1 :]), folder))
+                break
     if len(commands) != 1:
-        count = "no" if not commands else str(len(commands))
-        raise UsageError(f"{script_words[0]} has {count} commands that start {', '.join(_LAUNCHERS)}; one is wanted")
+        launchers = ", ".join(_LAUNCHERS)
+        raise UsageError(
+            f"{script_words[0]} has {len(commands) or 'no'} commands that start {launchers}; one is wanted"
+        )
     if unresolved := next((word for word in commands[0].words if _SHELL_ALONE.search(word)), None):
         raise UsageError(f"{script_words[0]}: {unresolved!r} in its training command is known to the shell alone")
     return commands[0]
@@ -268,14 +270,6 @@ def _folder(base: str | Path, target: str) -> Path:
     if not known:
         raise UsageError(f"the training command runs in {target}, which is not a folder here")
     return folder
-
-
-def _name(word: str) -> str:
-    return word.rpartition("/")[2]
-
-
-def _starts_training(word: str) -> bool:
-    return _name(word) in _LAUNCHERS or _FIRST_PYTHON.fullmatch(_name(word)) is not None
 
 
 def _may_precede(words: Sequence[str]) -> bool:

@@ -126,9 +126,12 @@ def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
 
 def row_of(directive: str, devices: Mapping[str, str], service: Client) -> DirectiveRow:
     """Return the service's answer for a directive. Raises `EnvironmentProblem` where it does not answer."""
+    from featurize.job.layout import parse_parallel
+
     try:
         body = _job_of(directive)
-        gpus = _gpus_of(body.get("parallel"))
+        layout = parse_parallel(body.get("parallel"))
+        gpus = 1 if layout is None else min(layout.ranks, layout.cluster.gpus_per_node)
         fits = service.devices_that_fit(**{**body, "devices": sorted(devices)})
     except EnvironmentProblem:
         raise
@@ -155,13 +158,6 @@ def _job_of(directive: str) -> dict[str, Any]:
     if body.keys() & {"device", "devices"}:
         raise UsageError(f"{_LINE} is not a JSON object without a device")
     return body
-
-
-def _gpus_of(parallel: object) -> int:
-    from featurize.job.layout import parse_parallel
-
-    layout = parse_parallel(parallel)
-    return 1 if layout is None else min(layout.ranks, layout.cluster.gpus_per_node)
 
 
 def read_table(path: Path) -> dict[str, DirectiveRow]:

@@ -85,8 +85,10 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
         return report
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
     with queue_to_read(existing_queue(folder, job_id)) as queue:
-        worked_on = report["dispatcher"] is not None
-        report["jobs"] = [_job_report(progress, worked_on) for progress in queue.progress(now, job_id)]
+        report["jobs"] = [
+            _job_report(progress, worked_on=report["dispatcher"] is not None)
+            for progress in queue.progress(now, job_id)
+        ]
         if job_id is not None:
             job, (detail,) = queue.job(job_id), report["jobs"]
             detail["space"] = json.loads(job.space_json)
@@ -149,8 +151,8 @@ def _print_table(report: dict[str, Any]) -> None:
     if any(job["state"] == "stopped" for job in report["jobs"]):
         lines.append("stopped: no dispatcher works on this folder; `python -m farm.work` continues.")
     lines += [line for job in report["jobs"] if "errors" in job for line in _detail(job)]
-    texts = map(Lead, map(printable, lines))  # errors are whatever a trial printed
-    print_blocks(table((*heads, "priority", "*state"), rows, words=3, copied="job"), *texts)
+    jobs = table((*heads, "priority", "*state"), rows, words=3, copied="job")
+    print_blocks(jobs, *(Lead(printable(line)) for line in lines))  # errors are whatever a trial printed
 
 
 def _detail(job: dict[str, Any]) -> Iterator[str]:

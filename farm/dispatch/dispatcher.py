@@ -127,7 +127,9 @@ class Dispatcher:
                 if not stop.requested:
                     self._hand_out()
                 is_busy = self._returned or self._executor.running()
-                if not is_busy and (stop.requested or not self._waits_for_work()):
+                of_device = None if self._job_id else self._device_key
+                # Tasks in backoff become due later.
+                if not is_busy and (stop.requested or not self._queue.pending(self._job_id, of_device)):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: a completed task must not be handed out again because its lease ran out
@@ -173,8 +175,7 @@ class Dispatcher:
 
     def _spec(self, task: Task, worker: str) -> Task:
         (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
-        alone = self._alone.of(task, worker)
-        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=alone)
+        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=self._alone.of(task, worker))
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
@@ -221,10 +222,6 @@ class Dispatcher:
         trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
         self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
-    def _waits_for_work(self) -> bool:
-        """Return whether tasks of this device are left that become due later (backoff)."""
-        return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
-
     def _land_returned(self) -> None:
         """Land the returned completions. After an error that may pass, the rest is kept for the next turn."""
         while self._returned:
@@ -260,8 +257,12 @@ class Dispatcher:
         elif result.repeat:
             is_requeued = self._land_for_repeat(task, result)
             if is_requeued:
-                reasons = sorted(result.run.quality_reasons or ())
-                self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
+                self._service.events.emit(
+                    "repeated",
+                    completion.task,
+                    worker=completion.worker,
+                    reasons=sorted(result.run.quality_reasons or ()),
+                )
         if not is_requeued:
             self._land_run(task, result, completion.worker)
         del self._stuck_at[completion.task.run_id]

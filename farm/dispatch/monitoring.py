@@ -62,9 +62,8 @@ class LogSettings(Checked, section="log"):
 class Events:
     """Passes each event to every sink; a context manager. Without sinks its cost is negligible."""
 
-    def __init__(self, sinks: list[Sink] | None = None, clock: Callable[[], float] = time.time) -> None:
-        self._sinks = list(sinks or ())
-        self._clock = clock
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
         self._handlers: list[logging.Handler] = []
         self._has_warned = False
 
@@ -100,7 +99,7 @@ class Events:
         """Emit an event; fields that are None are left out."""
         if not self._sinks:
             return
-        moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        moment = datetime.datetime.now(datetime.UTC)
         entry: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
         if task is not None:
             entry |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
@@ -229,11 +228,11 @@ class FarmMetrics:
     from the server's.
     """
 
-    def __init__(self, queue: Path, pulse: Pulse, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, queue: Path, pulse: Pulse) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 
         disable_created_metrics()
-        self._queue, self._clock = queue, clock
+        self._queue = queue
         self._guard = threading.Lock()
         self._landed_at: collections.deque[float] = collections.deque(maxlen=_RATE_RUNS)
         self._last_wall_s: float | None = None
@@ -265,7 +264,7 @@ class FarmMetrics:
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Count an event; a sink for `Events`."""
-        name, now = event["event"], self._clock()
+        name, now = event["event"], time.time()
         with self._guard:
             if name == "handed_out":
                 self._handed_out[event["run"]] = now
@@ -297,7 +296,7 @@ class FarmMetrics:
             else:
                 with contextlib.suppress(KeyError):
                     gauge.remove(*labels)
-        self._sampled_at.labels(*labels).set(self._clock())
+        self._sampled_at.labels(*labels).set(time.time())
 
     def collect(self) -> Iterator[Any]:
         """Yield the queue's tasks, and figures of runs that are absent before the first."""
@@ -318,7 +317,7 @@ class FarmMetrics:
                 tasks.add_metric([state], count)
             yield tasks
         with self._guard:
-            now, out = self._clock(), list(self._handed_out.values())
+            now, out = time.time(), list(self._handed_out.values())
             recent = sum(landed_s > now - _RATE_WINDOW_S for landed_s in self._landed_at)
             last, wall_s = self._landed_at[-1] if self._landed_at else None, self._last_wall_s
         for name, text, value in (

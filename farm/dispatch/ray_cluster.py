@@ -168,25 +168,24 @@ class OwnHead:
 class JoinedHead:
     """The GCS of a joined cluster: the process that listens at its address."""
 
-    def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, host: str, port: int):
         self._address = (host, port)
-        self._clock = clock
-        self._answered_at = clock()
+        self._answered_at = time.monotonic()
         self._asked_at = -math.inf
 
     def lost(self) -> str | None:
-        if self._clock() - self._asked_at < _ASK_EVERY_S:
+        if time.monotonic() - self._asked_at < _ASK_EVERY_S:
             return None
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         try:
             socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             limit_s = _REFUSED_FOR_S if isinstance(error, ConnectionRefusedError) else _SILENT_FOR_S
-            if self._clock() - self._answered_at < limit_s:
+            if time.monotonic() - self._answered_at < limit_s:
                 return None
             host, port = self._address
             return f"the Ray cluster at {host}:{port} no longer answers ({error.strerror or error})"
-        self._answered_at = self._clock()
+        self._answered_at = time.monotonic()
         return None
 
 
@@ -277,41 +276,32 @@ class RayNode:
 
 
 class NodeWatch:
-    """Reports joining and leaving nodes of a cluster. `nodes`: those of the last look, by id.
+    """Reports joining and leaving nodes of a cluster. `nodes`: those of the last look, by id; `ask`: `ray.nodes`."""
 
-    Args:
-        ask: `ray.nodes`.
-        clock: Returns seconds.
-    """
-
-    def __init__(
-        self, ask: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, ask: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         self._ask = ask
-        self._clock = clock
         self.nodes: dict[str, RayNode] = {}
-        self._looked_at: float | None = None
+        self._looked_at = -math.inf
 
     @property
     def due(self) -> bool:
         """Return whether it is time for another look; each one queries the head."""
-        return self._looked_at is None or self._clock() - self._looked_at >= _NODES_EVERY_S
+        return time.monotonic() - self._looked_at >= _NODES_EVERY_S
 
     def look(self) -> tuple[list[RayNode], list[RayNode]]:
         """Return the nodes that joined and those that left since the last look; at first all have joined."""
-        self._looked_at = self._clock()
-        present = {node.node_id: node for node in map(_node_of, (raw for raw in self._ask() if raw["Alive"]))}
+        self._looked_at = time.monotonic()
+        present = {
+            raw["NodeID"]: RayNode(
+                node_id=raw["NodeID"],
+                host=raw["NodeManagerHostname"],
+                cpus=int(raw["Resources"].get("CPU", 0)),
+                gpus=int(raw["Resources"].get("GPU", 0)),
+            )
+            for raw in self._ask()
+            if raw["Alive"]
+        }
         joined = [node for key, node in present.items() if key not in self.nodes]
         departed = [node for key, node in self.nodes.items() if key not in present]
         self.nodes = present
         return joined, departed
-
-
-def _node_of(raw: Mapping[str, Any]) -> RayNode:
-    resources = raw["Resources"]
-    return RayNode(
-        node_id=raw["NodeID"],
-        host=raw["NodeManagerHostname"],
-        cpus=int(resources.get("CPU", 0)),
-        gpus=int(resources.get("GPU", 0)),
-    )

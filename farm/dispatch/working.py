@@ -209,11 +209,10 @@ class _Work:
         names = [job.job_id for job in jobs]
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
-            executor = make_executor(device_from_key(device_key), self.cluster)
             return Dispatcher(
                 self.folder,
                 self.queue,
-                executor,
+                make_executor(device_from_key(device_key), self.cluster),
                 device_key,
                 progress,
                 service=self.service,
@@ -234,8 +233,7 @@ def _reconcile_and_report(folder: DataFolder, queue: Queue, service: Service) ->
 def _extend_patience(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
     """Lengthen the health check's patience for cluster=inline, where a running trial blocks the loop."""
     if cluster.kind == "inline":
-        longest_s = max((_timeout_s(job) for job in jobs), default=0.0)
-        service.pulse.patience_s = PATIENCE_S + longest_s
+        service.pulse.patience_s = PATIENCE_S + max((_timeout_s(job) for job in jobs), default=0.0)
 
 
 def _timeout_s(job: Job) -> float:
@@ -285,8 +283,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
     either. An attempt that landed for a repeat finishes no task. Returns the number of tasks finished.
     """
-    unfinished = queue.leased()
-    tasks = {task.run_id: (task.job_id, task.task_index) for task in unfinished}
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in queue.leased()}
     tasks |= _find_landed(folder, queue)
     if not tasks:
         return 0
@@ -354,8 +351,9 @@ class Progress:
         if self._console.is_terminal and not self._console.quiet:
             from rich.progress import TextColumn
 
-            column = TextColumn("{task.fields[note]}")
-            self._bar, self._task = start_bar(self._console, self._label, column, note="starting workers")
+            self._bar, self._task = start_bar(
+                self._console, self._label, TextColumn("{task.fields[note]}"), note="starting workers"
+            )
         else:
             self.say(f"{self._label}: starting workers")
         return self

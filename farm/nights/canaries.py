@@ -346,12 +346,11 @@ def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
     None takes more than 0.3 GiB beyond its context, and a training step of each takes a CPU core under 0.2 s.
     """
     configs = [config_from_mapping(values) for values in _CANARIES]
-    return tuple(config for config in configs if _rough_mib(config) + _BESIDE_MIB <= capacity_mib)
-
-
-def _rough_mib(config: TrialConfig) -> float:
-    plan = layers_of(config)
-    return rough_memory_mib(plan, config.batch_size, config.optimizer)
+    return tuple(
+        config
+        for config in configs
+        if rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) + _BESIDE_MIB <= capacity_mib
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,7 +436,7 @@ def compare(
     why = causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
     change = f"with {_change(reference, now)}" if now != reference else "in an unchanged environment"
     examples = first_few([entry.said for entry in verdict.moved], _EXAMPLES)
-    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}) {change}"
+    sentence = f"{len({entry.name for entry in verdict.moved})} of {_canaries(runs)} moved ({examples}) {change}"
     if is_drift:
         return replace(verdict, verdict="drift", said=sentence, causes=why)
     return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)
@@ -457,7 +456,8 @@ def _judge_first_night(
     """Return the verdict on canaries that no earlier night can be compared with."""
     if failed := verdict.moved:
         why = causes(data, runs, {}, failed)
-        sentence = f"{len(_names(failed))} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+        names = {entry.name for entry in failed}
+        sentence = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
         return replace(verdict, verdict="sick", said=sentence, causes=why)
     doubted = [entry for entry in verdict.compared if entry.label == "quality"]
     sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
@@ -479,10 +479,6 @@ def _steady_sentence(
     sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
     sentence += f"; {_canaries(new)} for the first time" if new else ""
     return sentence + _accepted_failures(entries)
-
-
-def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
-    return dict.fromkeys(entry.name for entry in entries)
 
 
 def _name_columns(environment: Sequence[str | None]) -> dict[str, str | None]:
@@ -554,7 +550,7 @@ def _compare_canary(
     runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
 ) -> list[ComparedLabel]:
     trusted = [run for run in runs if run.trusted]
-    status = _commonest(trusted or runs)
+    status = statistics.mode(run.status for run in trusted or runs)
     name, ids = runs[0].name, tuple(run.run_id for run in runs)
     compared = ComparedLabel(
         family=runs[0].config.family, config_hash=runs[0].config_hash, history_runs=len(history), run_ids=ids
@@ -609,10 +605,6 @@ def tolerance_of(label: str, history: Sequence[float], shared: bool = False) -> 
         return least
     deviation = _TO_DEVIATION * statistics.median(abs(value - middle) for value in history)
     return max(least, DEVIATIONS * deviation)
-
-
-def _commonest(runs: Sequence[CanaryRun]) -> str:
-    return Counter(run.status for run in runs).most_common(1)[0][0]
 
 
 def _figure(value: float, unit: str) -> str:

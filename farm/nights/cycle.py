@@ -23,7 +23,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import CommandError
 from conf.plain_text import counted, error_line
@@ -62,11 +62,8 @@ from farm.nights.plan import (
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
+from featurize.configs.trial import TrialConfig
 from warehouse.files.folder import DataFolder
-
-if TYPE_CHECKING:
-    from featurize.configs.trial import TrialConfig
-
 
 GRACE_S = 3.0  # for running trials to end after Ctrl-C; then they are given back, and measured again
 
@@ -128,8 +125,8 @@ class Left(Exception):
 def begin_cycle(folder: DataFolder, journal: Journal, settings: GrowSettings, machine: Machine) -> Cycle:
     """Begin a cycle and record it in the journal."""
     written = {**settings.written, "device": machine.choice.to_mapping()}
-    taken = {path.name for path in folder.snapshots.glob("*")}  # a cycle's name is also its snapshot's
-    return journal.begin(written, secrets.token_hex(4), taken)
+    # A cycle's name is also its snapshot's.
+    return journal.begin(written, secrets.token_hex(4), taken={path.name for path in folder.snapshots.glob("*")})
 
 
 @dataclass
@@ -348,8 +345,12 @@ class NightWork:
         except CommandError as error:
             return LearntTarget(target=target, estimator=estimator, decision="skipped", why=str(error))
         except Exception:  # an estimator's failure must not stop the others or the night
-            why = traceback.format_exc()[-_ERROR_CHARACTERS:]
-            return LearntTarget(target=target, estimator=estimator, decision="failed", why=why)
+            return LearntTarget(
+                target=target,
+                estimator=estimator,
+                decision="failed",
+                why=traceback.format_exc()[-_ERROR_CHARACTERS:],
+            )
         simulated = self.machine.source == "simulated"
         caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
         return LearntTarget(**{**dataclasses.asdict(promotion), "why": promotion.why + caveat})
@@ -399,15 +400,12 @@ class NightWork:
 
 def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload, source: str) -> str:
     """Return the night's result in a sentence. `source` of its runs: `measured` or `simulated`."""
+    statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
+    runs = f"{counted(ran.runs, 'run was', 'runs were')} {source}" + (f" ({statuses})" if statuses else "")
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
     stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured and ran.runs else ""
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""
-    return f"{_ran(ran, source)}{stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
-
-
-def _ran(ran: RunPayload, source: str) -> str:
-    statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
-    return f"{counted(ran.runs, 'run was', 'runs were')} {source}" + (f" ({statuses})" if statuses else "")
+    return f"{runs}{stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
 
 
 def _pairs(ran: RunPayload) -> str:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -48,16 +48,13 @@ from featurize.configs.trial import (
     config_hash,
     trusting,
 )
-from featurize.device.device_spec import same_device
+from featurize.device.device_spec import DeviceSpec, same_device
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.reading.connection import select
 from warehouse.tables.schema import ENVIRONMENT
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.settings import TrialSettings
-
-if TYPE_CHECKING:
-    from featurize.device.device_spec import DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def submit_listed(
         submitted_at=time.time(),
     )
     list(record_submitted(configs))
-    texts = ((index, text_of_task(members)) for index, members in tasks)
+    texts = ((index, text_of_task(*members)) for index, members in tasks)
     queue.submit(job, texts, time.time())
     recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(

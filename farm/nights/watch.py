@@ -397,8 +397,7 @@ def watch(
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
 
     def compare_jobs(*jobs: str) -> CanaryVerdict:
-        shared = machine.choice.backend == "cpu"
-        return compare(*where, jobs, forget=forget, shared=shared, accepted=accepted)
+        return compare(*where, jobs, forget=forget, shared=machine.choice.backend == "cpu", accepted=accepted)
 
     verdict = compare_jobs(first_job)
     if doubtful := canaries_to_confirm(verdict):

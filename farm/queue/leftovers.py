@@ -120,8 +120,8 @@ def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: fl
     before the last boot, is deleted when it is older than a day. `now` is in seconds since the epoch.
     """
     now = time.time() if now is None else now
-    folders = _folders(temporary_folders() if bases is None else bases)
-    return [path for path in folders if _delete_if_abandoned(path, now)]
+    bases = temporary_folders() if bases is None else bases
+    return [path for path in _folders(bases) if _delete_if_abandoned(path, now)]
 
 
 def temporary_folders() -> list[str]:

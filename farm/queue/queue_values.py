@@ -191,23 +191,14 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
         )
 
 
-def text_of_config(config: TrialConfig) -> str:
-    """Return a trial config as the queue holds it: canonical JSON."""
-    return canonical_json(config.to_mapping())
-
-
-def text_of_group(configs: Sequence[TrialConfig]) -> str:
-    """Return trials that start together on one device as the queue holds them: canonical JSON."""
-    return canonical_json({TOGETHER: [config.to_mapping() for config in configs]})
-
-
-def text_of_task(members: Sequence[TrialConfig]) -> str:
-    """Return a task as the queue holds it: one config, or a group of several."""
-    return text_of_config(members[0]) if len(members) == 1 else text_of_group(members)
+def text_of_task(*members: TrialConfig) -> str:
+    """Return a task as the queue holds it, canonical JSON: one config, or those that start together on one device."""
+    mappings = [config.to_mapping() for config in members]
+    return canonical_json(mappings[0] if len(mappings) == 1 else {TOGETHER: mappings})
 
 
 def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
-    """Return the content of a text of `text_of_config` or `text_of_group`: one config, or those of a group.
+    """Return the content of a text of `text_of_task`: one config, or those of a group.
 
     Their names of code are data. Raises `UsageError`.
     """

@@ -6,10 +6,10 @@ Start reading at `known_runs`, then `Map.of` and `fill`, which finds where rows 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,12 +26,8 @@ from learn.rows.data import (
     named,
     utilization_bins,
 )
+from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import ENVIRONMENT
-
-if TYPE_CHECKING:
-    import os
-
-    from warehouse.files.folder import DataFolder
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,7 @@ class Map:
 
     def cell(self, row: int, dimension: str) -> str:
         """Return a cell's name, such as `cnn 8-16 GB`."""
-        column = DIMENSIONS.index(dimension)
-        return self.names[dimension][int(self.codes[row, column])]
+        return self.names[dimension][int(self.codes[row, DIMENSIONS.index(dimension)])]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""

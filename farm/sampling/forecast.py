@@ -8,6 +8,7 @@ forms groups that evenly fill a grid over the members' SM activity.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,6 @@ from featurize.configs.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash
 
 if TYPE_CHECKING:
-    import os
-
     from featurize.device.device_spec import DeviceSpec
     from warehouse.files.folder import DataFolder
 
@@ -112,8 +111,6 @@ class Forecaster:
         if self.workers == 0 or len(configs) < _WORTH_WORKERS:
             yield from ((places, describe_configs(job)) for places, job in zip(parts, jobs, strict=True))
             return
-        import os
-
         from learn.rows.processes import NoResult, in_processes
 
         workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers

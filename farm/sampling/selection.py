@@ -139,7 +139,7 @@ def choose(
     try:
         outlook = _look(estimator, fresh, pool, known, progress)
     except CommandError:
-        fresh = _fresh(pool, known, at_most, Networks())  # only after a failure: trying each costs time
+        fresh = _fresh(pool, known, at_most, builds=True)  # only after a failure: trying each costs time
         if not fresh.unbuildable:
             raise
         outlook = _look(estimator, fresh, pool, known, progress)
@@ -196,8 +196,9 @@ class _Fresh:
         return f"{count_of(self.unbuildable.total(), 'candidate')} whose model cannot be built: {reason}"
 
 
-def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
-    """Return at most `at_most` candidates not measured yet. `networks`: leave out those that cannot be built."""
+def _fresh(pool: CandidatePool, known: Known, at_most: int | None, builds: bool = False) -> _Fresh:
+    """Return at most `at_most` candidates not measured yet. `builds`: leave out those that cannot be built."""
+    network_problems: dict[NetworkKey, str | None] = {}
     seen: set[str] = set()
     places: list[int] = []
     unbuildable: Counter[str] = Counter()
@@ -212,7 +213,7 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
             repeated += 1
         else:
             seen.add(name)
-            problem = None if networks is None else networks.problem(pool.configs[place])
+            problem = _network_problem(pool.configs[place], network_problems) if builds else None
             if problem is None:
                 places.append(place)
             else:
@@ -313,22 +314,22 @@ def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, 
     }
 
 
-class Networks:
-    """Builds each network once: that takes up to tenths of a second, and many candidates share one."""
+NetworkKey = tuple[str, str, str | None]  # family, network, target
 
-    def __init__(self) -> None:
-        self._problems: dict[tuple[str, str, str | None], str | None] = {}
 
-    def problem(self, config: TrialConfig) -> str | None:
-        """Return why the config's network cannot be built, or None. Imports the code that it names."""
-        identity = getattr(get_family(config.family), "identity", None)
-        if identity is None:  # its layers follow from fields that the config has checked
-            return None
-        # The target decides whether the network's output has a loss.
-        key = (config.family, identity(config), getattr(config, "target", None))
-        if key not in self._problems:
-            self._problems[key] = problem_of(config)
-        return self._problems[key]
+def _network_problem(config: TrialConfig, known: dict[NetworkKey, str | None]) -> str | None:
+    """Return why the config's network cannot be built, or None. Imports the code that it names.
+
+    Each network is built once: that takes up to tenths of a second, and many candidates share one.
+    """
+    identity = getattr(get_family(config.family), "identity", None)
+    if identity is None:  # its layers follow from fields that the config has checked
+        return None
+    # The target decides whether the network's output has a loss.
+    key = (config.family, identity(config), getattr(config, "target", None))
+    if key not in known:
+        known[key] = problem_of(config)
+    return known[key]
 
 
 LEAST_ROWS = 20  # rows with a label that an estimate of uncertainty needs

@@ -218,8 +218,8 @@ def _add_problems(app: FastAPI) -> None:
     async def of_http(request: Request, error: HTTPException) -> Response:
         names = {404: "not-found", 405: "method-not-allowed"}
         name = names.get(error.status_code, "invalid-request")
-        headers = dict(error.headers or {})
-        return answered(request, Problem(error.status_code, name, str(error.detail), headers=headers))
+        problem = Problem(error.status_code, name, str(error.detail), headers=dict(error.headers or {}))
+        return answered(request, problem)
 
     @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
@@ -307,11 +307,16 @@ class EstimationService:
                 config_at(job.config, f"{pointer}/config", self.policy.trust)
                 asked = EstimateRequest.model_validate({"config": job.config, "device": device.name})
                 questions.append(estimate_question(asked, self.policy))
-        wait_s = _CONFIG_WAIT_S if caller.wait_s is None else caller.wait_s
-        known = iter(await self._known(questions, replace(caller, wait_s=wait_s)))
+        if caller.wait_s is None:
+            caller = replace(caller, wait_s=_CONFIG_WAIT_S)
+        known = iter(await self._known(questions, caller))
         jobs = [next(known) if job.figures is None else JobProfile(**job.figures.model_dump()) for job in given]
-        memory_mib = request.gpu.memory_mib or device.memory_mib
-        gpu = GpuState(device=device.name, memory_mib=memory_mib, used_mib=request.gpu.used_mib, jobs=tuple(jobs[1:]))
+        gpu = GpuState(
+            device=device.name,
+            memory_mib=request.gpu.memory_mib or device.memory_mib,
+            used_mib=request.gpu.used_mib,
+            jobs=tuple(jobs[1:]),
+        )
         risk, most = request.risk, request.max_slowdown
         answer = await self._in_thread(
             lambda: admit(jobs[0], gpu, data=self.data, risk=risk, max_slowdown=most).to_mapping()
@@ -407,8 +412,12 @@ class EstimationService:
             ).to_mapping()
         )
         self.metrics.answered("fast")
-        key = question.key(self._state.text)
-        return {"id": key, "status": "done", "method": "fast", "estimate": self.scrubber.values(answer)}
+        return {
+            "id": question.key(self._state.text),
+            "status": "done",
+            "method": "fast",
+            "estimate": self.scrubber.values(answer),
+        }
 
     async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:
@@ -462,8 +471,7 @@ class EstimationService:
         if row.state == DONE:
             return _json(_done(kind, row))
         pending = _pending(kind, row)
-        headers = {"location": pending["url"], "retry-after": "1"}
-        return _json(pending, HTTPStatus.ACCEPTED, headers)
+        return _json(pending, HTTPStatus.ACCEPTED, headers={"location": pending["url"], "retry-after": "1"})
 
     async def _poll(self, row: QuestionRow, wait_s: float) -> QuestionRow:
         """Poll the row until it is finished or the time is up; return it."""
@@ -500,8 +508,7 @@ def invalid_body(errors: Any, prefix: str) -> Problem:
 
 
 def _describe_failure(row: QuestionRow) -> Problem:
-    detail = row.problem or "the trace failed"
-    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", detail)
+    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", row.problem or "the trace failed")
 
 
 def _done(kind: str, row: QuestionRow) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -437,27 +437,18 @@ def device_at(name: str, pointer: str) -> DeviceSpec:
 def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfig | None]:
     """Return the job as canonical JSON, and the trial config if it is one."""
     parallel = _parallel(request)
-    readers: dict[str, Callable[[], tuple[dict[str, Any], TrialConfig | None]]] = {
-        "config": lambda: _read_config(request, policy, parallel),
-        "model": lambda: (_of_model(request, policy), None),
-        "hf_config": lambda: (_read_hf_config(request), None),
-        "script": lambda: (_read_script(request, policy), None),
-    }
-    job, config = readers[request.kind]()
-    return {**job, "parallel": parallel}, config
-
-
-def _read_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
-    assert request.config is not None
+    if request.config is None:
+        read = {"model": _read_model, "hf_config": _read_hf_config, "script": _read_script}[request.kind]
+        return {**read(request, policy), "parallel": parallel}, None
     config = config_at(request.config, "/config", policy.trust)
     if problem := refusal(config):
         raise invalid(problem, "/config")
     if parallel is not None and config.parallel is not None:
         raise invalid("the trial config has parallel already; leave this one out", "/parallel")
-    return {"config": config.to_mapping()}, config
+    return {"config": config.to_mapping(), "parallel": parallel}, config
 
 
-def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
+def _read_model(request: JobFields, policy: Policy) -> dict[str, Any]:
     from featurize.job.code_names import granted_model, library_problem
 
     arguments = request.arguments or {}
@@ -469,7 +460,7 @@ def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
     return {"model": request.model, "arguments": arguments, **_module_fields(request)}
 
 
-def _read_hf_config(request: JobFields) -> dict[str, Any]:
+def _read_hf_config(request: JobFields, _: Policy) -> dict[str, Any]:
     from featurize.configs.hf_config import hf_inputs, hf_model, lora_of, quantization_of
 
     assert request.hf_config is not None

@@ -118,9 +118,11 @@ class Listener:
         self._open[connection] = None
         self._of_peer.setdefault(peer, {})[connection] = None
         tls = self.server.config.ssl
-        handshake_s = None if tls is None else self.limits.head_s
         connecting = self._loop.connect_accepted_socket(
-            lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=handshake_s
+            lambda: connection,
+            accepted,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self.limits.head_s,
         )
         opening = self._loop.create_task(connecting)
         self._opening.add(opening)

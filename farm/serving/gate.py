@@ -96,8 +96,9 @@ def invalid(detail: str, pointer: str) -> Problem:
 
 def busy(detail: str, retry_after_s: int = 1) -> Problem:
     """Return the problem of a reached limit; the client should try again."""
-    headers = {"retry-after": str(retry_after_s)}
-    return Problem(HTTPStatus.TOO_MANY_REQUESTS, "too-many-requests", detail, headers=headers)
+    return Problem(
+        HTTPStatus.TOO_MANY_REQUESTS, "too-many-requests", detail, headers={"retry-after": str(retry_after_s)}
+    )
 
 
 class Scrubber:
@@ -258,8 +259,7 @@ class Gate:
             detail = f"No answer within {self._limits.inline_s:g} s{advice}."
             await answer.problem(Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too-slow", detail))
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            self._log.event("failure", request_id=request_id, traceback=trace)
+            self._log.event("failure", request_id=request_id, traceback="".join(traceback.format_exception(error)))
             detail = "The service failed on this request; its log has the reason."
             await answer.problem(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
         finally:
@@ -268,7 +268,15 @@ class Gate:
             seconds = (time.monotonic_ns() - began_ns) / 1e9
             route = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._metrics.request(route, scope["method"], answer.status, seconds)
-            self._log.request(request_id, scope, answer.status, seconds, answer.sent_bytes)
+            self._log.event(  # neither its body nor its token
+                "request",
+                request_id=request_id,
+                method=scope["method"],
+                path=scope["path"],
+                status=answer.status,
+                ms=round(1e3 * seconds, 3),
+                bytes=answer.sent_bytes,
+            )
 
     async def _answer_or_stop(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
         """Run `inner` for its answer, and stop it when the client is gone. Raises `_ClientGone`."""
@@ -295,7 +303,8 @@ class Gate:
             gone.cancel()
 
     def _check_host(self, headers: dict[bytes, str]) -> None:
-        host = _host_name(headers.get(b"host", ""))
+        given = headers.get(b"host", "").lower()
+        host = given[: given.rfind("]") + 1] if given.startswith("[") else given.partition(":")[0]  # without its port
         if self._hosts and host not in self._hosts:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
@@ -330,8 +339,7 @@ class Gate:
         return same.index(True) if any(same) else None
 
     def _take_place(self, client: str) -> None:
-        most = self._webhook_places if client == _NO_TOKEN else None
-        if not self._places.take(client, most=most):
+        if not self._places.take(client, most=self._webhook_places if client == _NO_TOKEN else None):
             raise busy("Your share of the requests that are worked on is used up; try again in a second.")
 
 
@@ -368,8 +376,7 @@ def problem_response(problem: Problem, request_id: str) -> Response:
     """Return the answer that is a problem document."""
     from starlette.responses import Response  # imported here: the pool of traces uses this module without Starlette
 
-    body = json.dumps(problem.document(request_id)).encode()
-    return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
+    return Response(json.dumps(problem.document(request_id)), int(problem.status), dict(problem.headers), PROBLEM_TYPE)
 
 
 async def _read_body(receive: Receive, most_bytes: int, announced: str) -> bytes:
@@ -412,11 +419,6 @@ def wait_asked(prefer: str, most_s: float) -> float | None:
     return None if asked is None else min(float(asked[1]), most_s)
 
 
-def _host_name(host: str) -> str:
-    """Return the name of a Host header, without its port."""
-    return (host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]).lower()
-
-
 STDERR, NONE = "stderr", "none"
 
 
@@ -449,18 +451,6 @@ class RequestLog:
         with contextlib.suppress(OSError, ValueError):  # a full disk must not stop answers
             self._file.write(f"{line}\n")
 
-    def request(self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int) -> None:
-        """Write a line of one request: neither its body nor its token."""
-        self.event(
-            "request",
-            request_id=request_id,
-            method=scope["method"],
-            path=scope["path"],
-            status=status,
-            ms=round(1e3 * seconds, 3),
-            bytes=sent_bytes,
-        )
-
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")  # a client may invent others
@@ -488,9 +478,9 @@ class ServiceMetrics:
         self._requests.labels(route, method if method in _METHODS else "other", str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
-    def answered(self, by: str, n: int = 1) -> None:
-        """Count estimates. by: cache, fast or trace."""
-        self._answers.labels(by).inc(n)
+    def answered(self, by: str) -> None:
+        """Count an estimate. by: cache, fast or trace."""
+        self._answers.labels(by).inc()
 
     def text(self, questions: Mapping[str, int], pool_age_s: float | None) -> bytes:
         """Return all processes' figures in Prometheus's text format.

@@ -43,8 +43,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     from ray import serve
 
     settings = settings_of(arguments)
-    folder = DataFolder.resolve(settings.data)
-    if not folder.root.exists():
+    if not DataFolder.resolve(settings.data).root.exists():
         raise UsageError(f"data={settings.data} is not a data folder; name one that every node has")
     traces = serve.deployment(Traces).options(
         name=TRACES,

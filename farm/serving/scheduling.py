@@ -96,8 +96,7 @@ def job_of_text(text: Any, place: str) -> dict[str, Any]:
 
 def device_of(pod: Mapping[str, Any]) -> str:
     """Return the GPU model of a pod: by annotation, or by GPU feature discovery's label; else the default."""
-    annotations = value_at(pod, "metadata.annotations", dict)
-    if isinstance(named := annotations.get(DEVICE), str):
+    if isinstance(named := value_at(pod, "metadata.annotations", dict).get(DEVICE), str):
         return named
     product = value_at(pod, "spec.nodeSelector", dict).get(_PRODUCT_LABEL)
     if not isinstance(product, str):

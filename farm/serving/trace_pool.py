@@ -120,9 +120,14 @@ class TracePool:
                 return "answered"
             self._store.failed(key, content["problem"])
             return "refused"
-        if ended is not None and (limit := self._limit_text(ended.limit)) is not None:
-            self._store.failed(key, limit)
-            return limit
+        if ended is not None and ended.limit is not None:
+            limits = {
+                TIME: f"longer than the limit of {self._limits.seconds:g} s",
+                MEMORY: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
+            }
+            problem = f"the trace took {limits[ended.limit]}"
+            self._store.failed(key, problem)
+            return problem
         if self._ended.is_set():
             self._store.interrupted(key, "the service ended while it was traced")
             return "given back"
@@ -158,14 +163,6 @@ class TracePool:
             server = self._server
         server.hello()  # outside of the lock: the end of the service does not wait for imports
         return server
-
-    def _limit_text(self, limit: str | None) -> str | None:
-        """Return the sentence for a limit that a child has reached."""
-        limits = {
-            TIME: f"longer than the limit of {self._limits.seconds:g} s",
-            MEMORY: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
-        }
-        return None if limit is None else f"the trace took {limits[limit]}"
 
 
 _SCRIPT = "train.py"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from farm.queue.queue_file import QueueFile
 from farm.serving.gate import is_within_share
@@ -48,11 +48,6 @@ class QuestionLimits:
     waiting: int
     stored_bytes: int
     fresh_s: float
-
-    @property
-    def kept_s(self) -> float:
-        """Return the seconds to keep an answer, or a question that no client asks for."""
-        return max(self.fresh_s, _LEAST_KEPT_S)
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ class TraceStore:
         await asyncio.to_thread(self._forget, limits)
 
     def _forget(self, limits: QuestionLimits) -> None:
-        ends = self._clock() - limits.kept_s
+        ends = self._clock() - max(limits.fresh_s, _LEAST_KEPT_S)
         with self._file.transaction():
             self._file.change(
                 "DELETE FROM questions WHERE state IN (?, ?) AND ended_at < ? AND wanted_at < ?",
@@ -258,8 +253,8 @@ class TraceStore:
             )
 
     def _row(self, key: str) -> QuestionRow | None:
-        columns = "key, state, wanted_at, ended_at, answer, problem"
-        row = self._file.one(f"SELECT {columns} FROM questions WHERE key = ?", (key,))
+        query = "SELECT key, state, wanted_at, ended_at, answer, problem FROM questions WHERE key = ?"
+        row = self._file.one(query, (key,))
         if row is None:
             return None
         key, state, wanted_at, ended_at, answer, problem = row
@@ -272,20 +267,9 @@ class RemoteQuestions:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
-        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client, limits))
-
-    async def get(self, key: str) -> QuestionRow | None:
-        return cast("QuestionRow | None", await self._handle.get.remote(key))
-
-    async def forget(self, limits: QuestionLimits) -> None:
-        await self._handle.forget.remote(limits)
-
-    async def counts(self) -> dict[str, int]:
-        return cast("dict[str, int]", await self._handle.counts.remote())
-
-    async def pulse_age_s(self) -> float | None:
-        return cast("float | None", await self._handle.pulse_age_s.remote())
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        remote: Callable[..., Awaitable[Any]] = getattr(self._handle, name).remote
+        return remote
 
     def close(self) -> None:
         """Do nothing: other replicas use the deployment."""

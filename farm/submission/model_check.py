@@ -45,7 +45,6 @@ Environment = tuple[Path, Path]  # a Python, and a folder with only this project
 
 def require_models(
     spaces: Iterable[Space],
-    patience_s: float = PATIENCE_S,
     environments: Sequence[Environment | None] = (None,),
 ) -> None:
     """Raise `UsageError` that names each model of the spaces that no environment has, with near names.
@@ -58,7 +57,7 @@ def require_models(
     for environment in environments:
         if missing:
             models = [model for model, _ in missing]
-            answers = zip(models, _ask(models, patience_s, environment), strict=True)
+            answers = zip(models, _ask(models, environment), strict=True)
             missing = [(model, problem) for model, problem in answers if problem is not None]
     problems = dict.fromkeys(
         problem or f"importing {shown(model['name'])} ends the process" for model, problem in missing
@@ -111,13 +110,13 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment | None) -> list[str | None]:
+def _ask(models: Sequence[Mapping[str, Any]], environment: Environment | None) -> list[str | None]:
     """Return each model's problem: None if it has none or was not checked in time, "" if it ended the child."""
     answers: list[str | None] = []
     ended: Ended | None = None
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     with contextlib.suppress(EnvironmentProblem), contextlib.closing(_server(environment)) as server:
-        written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
+        written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=PATIENCE_S)
         answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
     started, answers = bool(answers), answers[1:]
     unchecked = len(models) - len(answers)

@@ -49,8 +49,9 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
 
     values = dict(values)
     if "backend" not in values:
-        count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=_describe(device_from_mapping(values)))
+        return DeviceChoice(
+            backend="simulated", count=values.pop("count", None), spec=_describe(device_from_mapping(values))
+        )
     known = [key.name for key in keys_of(DeviceKeys)]
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")

@@ -24,9 +24,8 @@ from farm.queue.queue_values import (
     Job,
     device_key,
     job_id_for,
-    text_of_config,
-    text_of_group,
     text_of_settings,
+    text_of_task,
 )
 from farm.sampling.forecast import SIZES, Groups, pool_of
 from farm.submission.settings import SubmitSettings, spec_of
@@ -146,7 +145,7 @@ def task_texts(
             rejections,
             settings.batch_sizes,
         )
-        yield from map(text_of_config, record_submitted(sampled))
+        yield from map(text_of_task, record_submitted(sampled))
         return
     device = spec_of(settings.device)
     pool = pool_of(
@@ -161,7 +160,7 @@ def task_texts(
     memory_mib = device.memory_mib * (settings.device.memory_fraction or 1.0) if on_gpu else None
     groups = Groups(pool, SIZES[settings.collocate], memory_mib, settings.seed)
     for group in itertools.islice(groups, start, stop):
-        yield text_of_group(list(record_submitted(group)))
+        yield text_of_task(*record_submitted(group))
 
 
 def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from farm.queue.jobs import Queue
-from farm.queue.queue_values import Job, device_key, text_of_config, text_of_settings
+from farm.queue.queue_values import Job, device_key, text_of_settings, text_of_task
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
@@ -19,7 +19,7 @@ from workers.settings import TrialSettings, WindowSettings
 
 def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
     """Enqueue, then lease `batch` and finish each, on the disk under TMPDIR; prints and returns tasks per second."""
-    config = text_of_config(
+    config = text_of_task(
         get_family("cnn").Config(
             batch_size=32, image_size=64, channels=3, classes=10, base_filters=32, depth=4, kernel_size=3
         )

@@ -1,5 +1,6 @@
 """Groups of trials in the farm: how they are chosen, queued, run, landed and repeated, and what is refused."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,8 +23,8 @@ from farm.queue.queue_values import (
     Job,
     UnreadableTask,
     device_key,
-    text_of_group,
     text_of_settings,
+    text_of_task,
 )
 from farm.sampling.forecast import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
@@ -72,7 +73,7 @@ def test_a_group_is_one_task_with_its_members_and_everything_else_is_unreadable(
     group = (mlp(), mlp(dropout=0.1), mlp(dropout=0.2))
     several = {**mlp().to_mapping(), "parallel": "ddp=2"}
     wrong = [[], [mlp().to_mapping()], 5 * [mlp().to_mapping()], "x", [1, 2], [mlp().to_mapping(), several]]
-    texts = [text_of_group(group), *(json.dumps({"together": members}) for members in wrong)]
+    texts = [text_of_task(*group), *(json.dumps({"together": members}) for members in wrong)]
     texts.append(json.dumps({"together": [mlp().to_mapping()] * 2, "family": "mlp"}))
     submitted(queue, *texts)
     task, *refused = queue.lease("w", 10, 0.0, 60.0)
@@ -96,21 +97,23 @@ def submitted(queue, *texts):
 
 
 def leased(queue):
-    submitted(queue, text_of_group((mlp(), mlp(dropout=0.1))))
+    submitted(queue, text_of_task(mlp(), mlp(dropout=0.1)))
     (task,) = queue.lease("w", 1, 0.0, 60.0)
     return task
 
 
 @pytest.fixture(scope="module")
-def worker():
-    worker = Worker(SIMULATED, "0", "w")
-    yield worker
-    worker.close()
+def result(tmp_path_factory):
+    """What a worker brings of the group of `leased`."""
+    with (
+        Queue.open(tmp_path_factory.mktemp("group") / "queue.sqlite") as queue,
+        contextlib.closing(Worker(SIMULATED, "0", "w")) as worker,
+    ):
+        return worker.run(leased(queue))
 
 
-def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, worker):
+def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, result):
     task = leased(queue)
-    result = worker.run(task)
     done = accept(Completion(worker="w", task=task, result=result), task).result
     assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
     assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
@@ -134,9 +137,8 @@ def test_a_lost_group_lands_a_run_for_each_member(queue):
     assert {one.run.group_id for one in (lost, *lost.others)} == {task.run_id}
 
 
-def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, worker):
+def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, result):
     task = leased(queue)
-    result = worker.run(task)
     writer = RunWriter(folder)
     for one in result.others:  # killed before the task's own run landed
         writer.write(one.run, one.telemetry, collocations=one.collocations)
@@ -216,7 +218,7 @@ def night(data, *arguments):
 
 
 def only_cycle(data):
-    (cycle,) = Journal.open(DataFolder.resolve(data)).cycles()
+    (cycle,) = Journal(DataFolder.resolve(data)).cycles()
     return cycle
 
 

@@ -13,7 +13,7 @@ from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile, run_job
-from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
+from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
@@ -313,13 +313,6 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(folder, queue, monkeyp
     monkeypatch.setattr("farm.dispatch.working.time.sleep", let_the_other_work)
     with hold_dispatcher_lock(folder.dispatcher_lock):
         assert run_job(folder, queue, ClusterSettings(kind="inline"), "mlp-00000001", StopRequest(), Service())
-
-
-def test_one_dispatcher_at_a_time(folder):
-    with hold_dispatcher_lock(folder.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
-        hold_dispatcher_lock(folder.dispatcher_lock).__enter__()
-    with hold_dispatcher_lock(folder.dispatcher_lock):
-        pass
 
 
 def test_without_ray_the_message_names_the_way_without_it(monkeypatch):

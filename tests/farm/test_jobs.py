@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import Job, UnreadableTask, device_key, job_id_for, text_of_config, text_of_settings
+from farm.queue.queue_values import Job, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
 from featurize.families import get_family
 from tests.surroundings import execute_sql
 from workers.devices import DeviceChoice
@@ -185,7 +185,7 @@ def test_leases_go_by_priority_then_age_then_index(queue):
 @pytest.mark.parametrize("broken", ["config", "settings", "device"])
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"family": 3}'])
 def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, broken, text):
-    config = text_of_config(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2))
+    config = text_of_task(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2))
     settings = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
     texts = {"config": config, "settings": settings, "device": device_key(DeviceChoice(backend="cpu")), broken: text}
     job = a_job(settings_json=texts["settings"], device=texts["device"])

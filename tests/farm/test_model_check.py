@@ -94,7 +94,7 @@ def test_an_unknown_name_of_a_library_has_near_names(here):
 def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
     lacking = {"old": {"torch.nn:New"}, "new": {"torch.nn:Removed"}, "newer": {"torch.nn:Removed", "torch.nn:New"}}
 
-    def answers(models, _, environment):
+    def answers(models, environment):
         return ["none" if model["name"] in lacking[environment] else None for model in models]
 
     monkeypatch.setattr(model_check, "_ask", answers)

@@ -114,11 +114,38 @@ def test_a_damaged_run_goes_aside_and_its_task_runs_again(ran, queue, torn):
     assert is_well_after(ran, queue, [3])
 
 
-def test_deleted_runs_run_again(ran, queue):
-    for index in (1, 4):
-        one(ran, "runs", f"{JOB}-00000{index}.parquet").unlink()
-    assert repair(ran).queued == {JOB: 2}
-    assert is_well_after(ran, queue, [1, 4])
+def flip_a_job_file(folder):
+    RunWriter(folder).write_job({"job_id": JOB, "family": "mlp", "submitted_at": 0.0})
+    flip(folder.jobs / f"{JOB}.parquet")
+
+
+def tear_the_listing(folder, kind):
+    listing_file(folder, kind, one(folder, kind).name).write_bytes(b"torn")
+
+
+# what happened -> (hours of the compactions before it, what it does, files that go aside, lines, runs that run again)
+DAMAGES = {
+    "a run is deleted": ((), lambda folder: one(folder, "runs", f"{JOB}-000004.parquet").unlink(), 0, [], [4]),
+    "a merged file whose sources are there": ((0,), lambda folder: flip(one(folder, "runs")), 2, [], []),
+    "a merged file alone: samples go, too": ((0, 2), lambda folder: flip(one(folder, "runs")), 4, [], range(N)),
+    "a merged file is gone": ((0, 2), lambda folder: one(folder, "runs").unlink(), 3, [], range(N)),
+    "a listing of runs": ((0, 2), lambda folder: tear_the_listing(folder, "runs"), 0, ["rewritten"], []),
+    "a listing of samples": ((0, 2), lambda folder: tear_the_listing(folder, "telemetry"), 0, ["rewritten"], []),
+    "a job's file": ((), flip_a_job_file, 1, [], []),
+}
+
+
+@pytest.mark.parametrize(("hours", "damage", "moved", "lines", "again"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_goes_aside_and_what_is_lost_runs_again(ran, queue, hours, damage, moved, lines, again):
+    for after in hours:
+        compact_at(ran, after)
+    damage(ran)
+    report = repair(ran)
+    assert len(report.moved) == moved and report.queued == ({JOB: len(again)} if again else {})
+    assert len(report.mended) == len(lines) and all(map(str.__contains__, report.mended, lines))
+    assert is_well_after(ran, queue, again)
+    compact_at(ran, 20, 22)
+    assert is_well(ran, queue)
 
 
 def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
@@ -126,33 +153,6 @@ def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
     report = repair(ran)
     assert len(report.moved) == 1 and report.queued == {}
     assert counts(ran) == ((N, N), (2 * N - 2, 2 * N - 2))
-
-
-def test_a_damaged_merged_file_whose_sources_are_there_costs_nothing(ran, queue):
-    compact_at(ran, 0)
-    flip(one(ran, "runs"))
-    report = repair(ran)
-    assert len(report.moved) == 2 and report.queued == {}
-    assert is_well(ran, queue)
-
-
-def test_the_runs_of_a_damaged_merged_file_run_again_and_their_old_samples_go(ran, queue):
-    compact_at(ran, 0, 2)
-    submit(queue, N)
-    flip(one(ran, "runs"))
-    report = repair(ran)
-    assert report.queued == {JOB: N}
-    assert len(report.moved) == 4  # runs and telemetry, and their listings
-    assert is_well_after(ran, queue, range(N))
-    compact_at(ran, 20, 22)
-    assert is_well(ran, queue)
-
-
-def test_a_merged_file_that_is_gone_is_measured_again(ran, queue):
-    compact_at(ran, 0, 2)
-    one(ran, "runs").unlink()
-    assert repair(ran).queued == {JOB: N}
-    assert is_well_after(ran, queue, range(N))
 
 
 def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
@@ -355,16 +355,6 @@ def test_a_torn_listing_goes_aside_with_its_merged_file_where_the_disk_does_not_
     assert is_well_after(ran, queue, range(N))
 
 
-@pytest.mark.parametrize("kind", ["runs", "telemetry"])
-def test_a_torn_listing_is_written_anew(ran, queue, kind):
-    compact_at(ran, 0, 2)
-    listing = listing_file(ran, kind, one(ran, kind).name)
-    listing.write_bytes(b"torn")
-    report = repair(ran)
-    assert report.moved == {} and report.queued == {} and "rewritten" in report.mended[0]
-    assert is_well(ran, queue)
-
-
 def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkeypatch):
     compact_at(ran, 0, 2)
     listing_file(ran, "runs", one(ran, "runs").name).unlink()
@@ -463,13 +453,6 @@ def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(
     assert repair(ran).queued == {}
     repair(ran)
     assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists()
-    assert is_well(ran, queue)
-
-
-def test_a_damaged_job_file_is_moved_aside(ran, queue):
-    RunWriter(ran).write_job({"job_id": JOB, "family": "mlp", "submitted_at": 0.0})
-    flip(ran.jobs / f"{JOB}.parquet")
-    assert len(repair(ran).moved) == 1
     assert is_well(ran, queue)
 
 
