@@ -332,18 +332,16 @@ class Progress:
         self,
         label: str,
         totals: Callable[[], tuple[Mapping[str, int], int]],
-        clock: Callable[[], float] = time.monotonic,
         quiet: bool = False,
     ):
         from rich.console import Console
 
         self._label = one_line(label)
         self._totals = totals
-        self._clock = clock
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._landed = 0
         self._first_landed_at = 0.0
-        self._printed_at = clock()
+        self._printed_at = time.monotonic()
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
 
@@ -372,21 +370,21 @@ class Progress:
     def landed(self, _run: Run) -> None:
         """Count one run that has landed."""
         if not self._landed:
-            self._first_landed_at = self._clock()
+            self._first_landed_at = time.monotonic()
         self._landed += 1
 
     def update(self) -> None:
         """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
         if self._bar is not None:
             self._refresh()
-        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._landed:
+        elif time.monotonic() - self._printed_at >= _PLAIN_EVERY_S and self._landed:
             self._say_state()
 
     def rate_per_s(self) -> float | None:
         """Return the runs landed per second since the first, so without the start-up; None before the second run."""
         if self._landed < 2:
             return None
-        return (self._landed - 1) / max(self._clock() - self._first_landed_at, 1e-3)
+        return (self._landed - 1) / max(time.monotonic() - self._first_landed_at, 1e-3)
 
     def _state(self) -> tuple[int, int, str]:
         by_status, total = self._totals()
@@ -406,7 +404,7 @@ class Progress:
         self._bar.update(self._task, completed=completed, total=total, note=note)
 
     def _say_state(self) -> None:
-        self._printed_at = self._clock()
+        self._printed_at = time.monotonic()
         completed, total, note = self._state()
         self.say(f"{self._label}: {completed}/{total}  {note}")
 
