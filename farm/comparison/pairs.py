@@ -129,9 +129,7 @@ def environment_server(python: Path, code: Path) -> Iterator[ChildServer]:
     environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
     prepare = "featurize.training.training_step:preload"
     try:
-        with contextlib.closing(
-            local_server(prepare, environment, python=python, code=code, keeps_output=True)
-        ) as server:
+        with local_server(prepare, environment, python=python, code=code, keeps_output=True) as server:
             yield server
     except EnvironmentProblem as error:
         raise UsageError(last_line(str(error))) from error
