@@ -63,6 +63,7 @@ _ENVIRONMENT_ERRNOS = {
     *PASSING_ERRNOS,
 }
 
+_WITH_KEY = re.compile(r"[+~]*[\w.@/]+=")
 
 Entry: TypeAlias = "Callable[[Any], int | None]"  # takes an object of the command's settings class
 Rewrite = Callable[[Sequence[str]], list[str]]
@@ -151,16 +152,18 @@ def run(
 
 
 def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
-    """Return the arguments as overrides; the argument with white space sets the key `positional`."""
-    if positional is None:
+    """Return the arguments as overrides. The first with white space and no leading `KEY=` sets the key `positional`.
+
+    SQL may hold a `=`.
+    """
+    spaced = (place for place, item in enumerate(arguments) if re.search(r"\s", item) and not _WITH_KEY.match(item))
+    place = next(spaced, None)
+    if positional is None or place is None:
         return parsed(arguments)
-    value, arguments = _split_positional(arguments)
-    overrides = parsed(arguments)
-    if value is not None:
-        if any(override.key == positional for override in overrides):
-            raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
-        overrides.append(Override("", positional, value, verbatim=True))
-    return overrides
+    value, overrides = arguments[place], parsed(arguments[:place] + arguments[place + 1 :])
+    if any(override.key == positional for override in overrides):
+        raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
+    return [*overrides, Override("", positional, value, verbatim=True)]
 
 
 def print_error(error: CommandError | str) -> None:
@@ -257,14 +260,6 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
         given = shown(arguments[flag + 1]) if flag + 1 < len(arguments) else "nothing"
         raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
     return True, arguments[:flag] + arguments[flag + 2 :]
-
-
-def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split off the positional argument: the first with white space and without a leading `KEY=`; SQL may hold `=`."""
-    for place, item in enumerate(arguments):
-        if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
-            return item, arguments[:place] + arguments[place + 1 :]
-    return None, arguments
 
 
 def help_text(name: str, everything: bool = True) -> str:

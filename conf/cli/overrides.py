@@ -290,8 +290,8 @@ def _value(override: Override, kind: Kind | None) -> Any:
     if override.verbatim:
         return literal(written)
     if kind is not None and kind.stands_as_typed(written):
-        if problems := kind.problems_as_written(key, written):
-            raise UsageError("; ".join(problems))
+        if (problem := kind.problem_as_written(key, written)) is not None:
+            raise UsageError(problem)
         return literal(written)
     if len(written) > _LONGEST_VALUE:
         raise UsageError(f"{key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")

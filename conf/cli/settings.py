@@ -116,8 +116,8 @@ class Kind:
             return False
         return not any(name.partition(" ")[0] in _SHAPES and _has_shape(written, name) for name in self.names)
 
-    def problems_as_written(self, key: str, written: str) -> list[str]:
-        """Return the problems of an argument's text, before it is parsed."""
+    def problem_as_written(self, key: str, written: str) -> str | None:
+        """Return the problem of an argument's text, before it is parsed."""
         begun = not {"path", "new path"} & set(self.names)  # a path may begin with a bracket
         shapes = [name for name in _SHAPES if "any text" not in self.names and _has_shape(written, name, begun)]
         if shapes:
@@ -125,9 +125,9 @@ class Kind:
         elif "new path" in self.names and "${" in written:
             problem = "nothing fills ${...} in here:"
         else:
-            return []
+            return None
         separator = "," if shapes else ";"
-        return [f"{key} must be {self.words()}{separator} {problem} {shown(f'{key}={written}')}; {_QUOTE}"]
+        return f"{key} must be {self.words()}{separator} {problem} {shown(f'{key}={written}')}; {_QUOTE}"
 
     def problem(self, key: str, value: object) -> str | None:
         """Return a message such as `KEY must be an integer >= 1, got 'many'`; None if the kind allows the value."""
