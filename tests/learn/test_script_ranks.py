@@ -73,6 +73,12 @@ def test_a_script_under_torchrun_takes_what_its_model_takes_under_ddp():
     assert (dict(os.environ), torch.distributed.is_initialized()) == before
 
 
+@pytest.mark.slow
+def test_a_script_sends_its_gradients_in_each_micro_step_that_reduces_them():
+    once, always = (launched("torchrun_ddp", f"--accumulate 2 {option}") for option in ("", "--always"))
+    assert always.sent_mib["all_reduce"] == 2 * once.sent_mib["all_reduce"]
+
+
 FSDP1, FSDP2 = "torchrun_fsdp1", "torchrun_fsdp2"
 SHARDED = [
     (FSDP1, "--bf16", "fsdp=4,param_dtype=bf16,reduce_dtype=fp32", {}),

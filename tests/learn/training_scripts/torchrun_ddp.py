@@ -39,6 +39,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--always", action="store_true", help="reduce in each micro-step")
     parser.add_argument("--view", action="store_true")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
@@ -59,7 +60,7 @@ def main():
             for micro in range(args.accumulate):
                 images, labels = next(batches)
                 images, labels = images.to(device), labels.to(device)
-                model.require_backward_grad_sync = micro == args.accumulate - 1
+                model.require_backward_grad_sync = args.always or micro == args.accumulate - 1
                 logits = model(images)
                 loss = nn.functional.cross_entropy(logits, labels)
                 scaled = loss / args.accumulate if args.accumulate > 1 else loss
