@@ -21,11 +21,10 @@ STEPS = StepStore()  # of the cases that the tests share
 USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
 
 
-def make(target, n=FITTED_ROWS, first=0):
+def make(target, n=FITTED_ROWS):
     rng = np.random.default_rng(7)
     configs = [
-        mlp.Config(batch_size=8 * (i + 1), input_size=64 + 16 * i, classes=10, depth=1 + i % 4)
-        for i in range(first, first + n)
+        mlp.Config(batch_size=8 * (i + 1), input_size=64 + 16 * i, classes=10, depth=1 + i % 4) for i in range(n)
     ]
     size = np.array([c.batch_size * c.input_size for c in configs], dtype=float)
     label = 500 + size / 50 if target == "memory" else size / (size.max() + 1)

@@ -16,7 +16,6 @@ from learn import FitSettings, estimate, fit
 from learn.build_defaults import TARGETS
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
-    add_checksums,
     default_artifact,
     find_latest,
     newest,
@@ -26,7 +25,7 @@ from learn.fitting.config_models import DEVICES
 from learn.job.training_job import of_configs
 from learn.judging.report import model_card
 from learn.rows.data import TARGETS as KNOWN_TARGETS
-from tests.learn.learn_rows import make_configs, write_batch
+from tests.learn.learn_rows import make_configs, restamp, write_batch
 
 CONFIGS = make_configs(80)
 
@@ -109,9 +108,7 @@ def with_trees(change, version):
         arrays = dict(stored)
     change(arrays)
     np.savez_compressed(version / MODEL, **arrays)
-    meta = json.loads((version / META).read_text())
-    del meta["own_sha256"]
-    (version / META).write_text(json.dumps(add_checksums(version, meta)))
+    restamp(version)
 
 
 def going_round(arrays):

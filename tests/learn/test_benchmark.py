@@ -363,19 +363,6 @@ def test_mistakes_name_what_paper_takes(argv, message, refused):
     assert message in refused(*argv, run=run)
 
 
-def write_networks(path, names):
-    """Configurations of 900 MiB, 1000 MiB, ... into a published file."""
-    return write_published(path, [(name, 900 + 100 * i, "SUCCESSFUL", -1) for i, name in enumerate(names)])
-
-
-def published_folder(tmp_path):
-    """50 MLP rows of 10 networks in `some.csv`, two named models in `known.csv`."""
-    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
-    write_networks(tmp_path / "some.csv", names)
-    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
-    return tmp_path
-
-
 class Watcher(Estimator):
     """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
 
@@ -393,19 +380,17 @@ class Watcher(Estimator):
         )
 
 
-@pytest.fixture
-def watcher(monkeypatch):
+def test_named_models_are_never_fitted_on(tmp_path, monkeypatch):
+    """50 rows of 10 networks in one file, two models by their names in another."""
     monkeypatch.setitem(estimators.ESTIMATORS, "watcher", f"{__name__}:Watcher")
-    Watcher.seen.clear()
-    return Watcher.seen
-
-
-def test_named_models_are_never_fitted_on(tmp_path, watcher):
-    done = benchmark(settings(published_folder(tmp_path), estimators=("watcher",)))
-    assert len(watcher) == 4, "three folds, and one fit for what is never fitted on"
-    for rows in watcher:
+    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
+    write_published(tmp_path / "some.csv", [(name, 900 + 100 * i, OK, -1) for i, name in enumerate(names)])
+    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
+    done = benchmark(settings(tmp_path, estimators=("watcher",)))
+    assert len(Watcher.seen) == 4, "three folds, and one fit for what is never fitted on"
+    for rows in Watcher.seen:
         assert set(rows.family) == {"mlp"} and all(name.startswith("some:") for name in rows.run_ids)
-    assert len(watcher[-1]) == 50
+    assert len(Watcher.seen[-1]) == 50
     given = answers_of(done, "watcher")
     assert len(given) == 52 and list(given.values()) == pytest.approx([500] * 52)
     assert any("known: never fitted on" in note for note in done.notes) and "watcher: it only watches" in done.notes

@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = 36
 
 
-def published(folder, timm=True):
-    """Files as others publish them: MLPs, each of another shape, and with `timm` one image model."""
+def published(folder):
+    """Files as others publish them: MLPs, each of another shape, and one image model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(ROWS):
@@ -47,9 +47,8 @@ def published(folder, timm=True):
         figures = (1500 + 600 * i, 80, 0.1 + i / 50, 0.05 + i / 100, 0.25)
         rows.append((name, depth, 1000, batch, *figures, "SUCCESSFUL"))
     write_csv(folder / "mlp.csv", HEADER, rows)
-    if timm:
-        names = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
-        write_csv(folder / "timm.csv", names, [("resnet10t", "resnet", 8, 2000, 1)])
+    names = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
+    write_csv(folder / "timm.csv", names, [("resnet10t", "resnet", 8, 2000, 1)])
     return folder
 
 

@@ -287,10 +287,6 @@ def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 
 
-def imported(power_folder, source, rows):
-    import_csv(power_folder / "data", power_folder / f"{source}.csv", source, TABLES[source].names.split(", "), rows)
-
-
 def timed(layers, width, ms):
     return {
         "model": "GPT",
@@ -315,7 +311,8 @@ def timed(layers, width, ms):
 
 def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants_fit, "_LEAST", 4)
-    imported(tmp_path, "vtrain", [timed(layers, width, 1.0) for layers, width in ((2, 64), (2, 128))])
+    names, rows = TABLES["vtrain"].names.split(", "), [timed(2, width, 1.0) for width in (64, 128)]
+    import_csv(tmp_path / "data", tmp_path / "steps.csv", "vtrain", names, rows)
     of_steps, _ = constants_fit._megatron_times(tmp_path / "data", load_efficiencies())
     assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers
     made = [(*one[:4], overlap_times(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
@@ -329,7 +326,7 @@ TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
 SIZES = [2**20, 2**24, 2**28]
 
 
-def all_reduces(power_folder, gpu, counts):
+def all_reduces(folder, gpu, counts):
     rows = []
     for ranks in counts:
         fabric = fabric_of_axis(load_device(gpu), Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
@@ -337,7 +334,7 @@ def all_reduces(power_folder, gpu, counts):
             us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
             rows.append([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
     names = KERNEL_TABLES["allreduce"][0].split(", ")
-    import_csv(power_folder / "data", power_folder / f"{gpu}.csv", "allreduce", names, rows)
+    import_csv(folder / "data", folder / f"{gpu}.csv", "allreduce", names, rows)
 
 
 def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tmp_path):
@@ -362,38 +359,27 @@ def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_wa
     assert left_out[0].count == 3 and left_out[0].figures["mean_error"] < 0.05
 
 
-LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
-
-
-def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
-    """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
+@pytest.mark.slow
+def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(tmp_path, monkeypatch):
+    """Of a job that is as slow as its power is low; one that waits for its input is not learned from."""
     names, rows = TABLES["zeus"].names.split(", "), []
-    for gpu, limit_w in ((gpu, limit_w) for gpu, limits in limits_w.items() for limit_w in limits):
+    for gpu, limit_w in (("A40", 300), ("A40", 200), ("A40", 125), ("V100", 250), ("V100", 175), ("V100", 125)):
         for model, dataset, power_w, epoch_s in (
             ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
             ("ncf", "movielens-1m", 60, 900),
         ):
-            job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
-            rows.append({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
-            if gpu in timed:
-                rows.append({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
-    import_csv(data, data.parent / name, "zeus", [*names, "note"], rows)
-
-
-@pytest.fixture
-def power_folder(tmp_path):
-    write(tmp_path / "data", "power.csv", LIMITS)
-    return tmp_path / "data"
-
-
-@pytest.mark.slow
-def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(power_folder, monkeypatch):
+            job = dict(zip(names, (model, dataset, gpu, 1, 512, "fp32", "adam", limit_w), strict=False))
+            rows += [
+                {**job, "what_was_measured": "average power", "value": power_w, "unit": "W"},
+                {**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"},
+            ]
+    import_csv(tmp_path / "data", tmp_path / "power.csv", "zeus", [*names, "note"], rows)
     monkeypatch.setattr(constants_fit, "_DESCENT", dataclasses.replace(constants_fit._DESCENT, iterations=5))
-    rows, _ = constants_fit.power_rows(power_folder, lambda *_: None)
+    rows, _ = constants_fit.power_rows(tmp_path / "data", lambda *_: None)
     section, scores = constants_fit.fit_power(rows, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
     judged = {(score.by, score.rows): score for score in scores}
-    assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
+    assert judged["learned from", "lower"].count == 4
     assert judged["GPU models left out", "the board's own"].figures["power_median"] < 0.5
 
 

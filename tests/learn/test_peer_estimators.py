@@ -343,21 +343,15 @@ def graph_fitted(graph_rows):
     return make_estimator("gnn", seed=1).fit(graph_rows, STEPS)
 
 
-def module_case(depth=2):
-    def build():
-        inner = [part for _ in range(depth) for part in (nn.Linear(LAYER, LAYER), nn.ReLU())]
-        return nn.Sequential(*inner, nn.Linear(LAYER, 10))
-
-    return Case(device=DEVICE.name, training_loop=True, module=of_module(build, [((BATCH, LAYER), None)]))
-
-
 def test_sizes_are_learnt(graph_fitted, graph_rows):
     error = np.abs(graph_fitted.predict(graph_rows.cases, STEPS).point / graph_rows.label - 1)
     assert np.median(error) < 0.15
 
 
 def test_a_module_is_answered_like_the_configs(graph_fitted):
-    case = module_case()
+    layers = nn.Linear(LAYER, LAYER), nn.ReLU(), nn.Linear(LAYER, LAYER), nn.ReLU(), nn.Linear(LAYER, 10)
+    module = of_module(lambda: nn.Sequential(*layers), [((BATCH, LAYER), None)])
+    case = Case(device=DEVICE.name, training_loop=True, module=module)
     answer = graph_fitted.predict([case], STEPS)
     assert not answer.refusals
     assert answer.point[0] == pytest.approx(need([case])[0], rel=0.4)

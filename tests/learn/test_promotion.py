@@ -34,11 +34,6 @@ def night(data, n, target="memory", estimator="lightgbm", **changes):
     return refit(data, target, estimator, cycle=f"2026-11-{20 + n}", now=NIGHT + timedelta(days=n), **changes)
 
 
-def corrupted(configs):
-    """Labels that say nothing of their configurations."""
-    return np.random.default_rng(7).permutation(labels_of(configs)["smact"])
-
-
 def outdate(path):
     """As if other code had fitted it."""
     restamp(path, feature_version="0ld")
@@ -96,7 +91,8 @@ def test_a_candidate_of_corrupted_labels_is_left_out(data):
     write_batch(data, POOL[:190], job="n0", statuses=["ok"] * 190)
     first = night(data, 0, "smact")
     new = OTHERS[155:255]
-    write_batch(data, new, job="bad", statuses=["ok"] * len(new), labels={"smact": corrupted(new)})
+    shuffled = np.random.default_rng(7).permutation(labels_of(new)["smact"])  # says nothing of its configuration
+    write_batch(data, new, job="bad", statuses=["ok"] * len(new), labels={"smact": shuffled})
     second = night(data, 1, "smact")
     assert second.decision == "kept" and second.candidate is None and second.current == first.candidate
     assert second.figures["candidate"]["mean_abs_error"] > second.figures["current"]["mean_abs_error"]
