@@ -70,6 +70,8 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     Raises:
         UsageError: No number is given.
     """
+    from scipy.optimize import nnls
+
     if not measured:
         raise UsageError("nothing to calibrate with: give at least one measured number")
     typical = machine(CURRENT, device)
@@ -77,7 +79,9 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     spread = np.array([_SPREAD_MIB[part] for part in PARTS])
     design = np.array([_parts_in(memory) for memory in measured])
     outside = np.array([memory.mib - memory.reserved_mib for memory in measured])
-    parts = _nearest(design, outside, centre, spread)
+    # The parts x >= 0 that minimise |design x - outside|^2 / noise^2 + |(x - centre) / spread|^2.
+    weighted = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
+    parts = nnls(weighted, np.concatenate([outside / _NOISE_MIB, centre / spread]))[0]
     rounded = {part: round(float(mib), 1) for part, mib in zip(PARTS, parts, strict=True)}
     return MachineProfile(name=name, **rounded)
 
@@ -92,15 +96,6 @@ def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
         "other_mib": memory.kind in ("idle", "card"),
     }
     return tuple(float(parts[part]) for part in PARTS)
-
-
-def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
-    from scipy.optimize import nnls
-
-    rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
-    parts: np.ndarray = nnls(rows, np.concatenate([wanted / _NOISE_MIB, centre / spread]))[0]
-    return parts
 
 
 def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
