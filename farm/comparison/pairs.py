@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 import duckdb
 
 import warehouse
+from conf.children.keeper import TIME
 from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import PACKAGES
 from conf.errors import EnvironmentProblem, UsageError
@@ -30,6 +32,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
 from warehouse.tables.schema import ENVIRONMENT
 
+_DESCRIBES_WITHIN_S = 180.0  # reading the files of torch from a cold disk takes long
 _VERSIONS = ("torch_version", "cuda_version", "python_version", "allocator_settings")
 
 
@@ -124,7 +127,8 @@ def code_folder() -> Iterator[Path]:
 def environment_server(python: Path, code: Path) -> Iterator[ChildServer]:
     """Yield a server of children of an environment, which has imported what a trial imports.
 
-    An `EnvironmentProblem` within becomes a `UsageError` with the last line that the server printed.
+    An `EnvironmentProblem` within becomes a `UsageError` with the last line that the server printed, or with the time
+    in which it did not answer.
     """
     environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
     prepare = "featurize.training.training_step:preload"
@@ -132,27 +136,32 @@ def environment_server(python: Path, code: Path) -> Iterator[ChildServer]:
         with local_server(prepare, environment, python=python, code=code, keeps_output=True) as server:
             yield server
     except EnvironmentProblem as error:
-        raise UsageError(last_line(str(error))) from error
+        reason = str(error)
+        is_late = isinstance(error.__cause__, TimeoutError)
+        raise UsageError(reason.partition(";")[0] if is_late else _last_line(reason)) from error
 
 
-def ask_environment(server: ChildServer, function: str, question: Any) -> Any:
+def ask_environment(server: ChildServer, function: str, question: Any, time_limit_s: float = math.inf) -> Any:
     """Return the answer of `farm.comparison.traced_operators:FUNCTION`. Raises `UsageError` with its last line."""
     asked = json.dumps(question).encode()
-    answer, ended = server.ask(f"farm.comparison.traced_operators:{function}", None, asked)
-    if ended is None or ended.code != 0:
-        raise UsageError("its process was killed" if ended is None else last_line(ended.output))
+    answer, ended = server.ask(f"farm.comparison.traced_operators:{function}", None, asked, time_limit_s=time_limit_s)
+    if ended is None:
+        raise UsageError("its process was killed")
+    if ended.limit == TIME:
+        raise UsageError(f"it did not answer within {time_limit_s:.0f} s")
+    if ended.code != 0:
+        raise UsageError(_last_line(ended.output) or f"it ended with exit code {ended.code}")
     return json.loads(answer)
 
 
-def last_line(text: str) -> str:
-    """Return the last line of an output that says anything."""
-    return text.strip().rpartition("\n")[2] or "it said nothing"
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     try:
         with environment_server(python, code) as server:
-            answer = ask_environment(server, "describe_software", None)
+            answer = ask_environment(server, "describe_software", None, _DESCRIBES_WITHIN_S)
     except UsageError as error:
         raise UsageError(f"{key}={text}: {python} cannot run a trial: {error}") from error
     identity = {**answer, "python": str(python), "code": _trial_code(code)}

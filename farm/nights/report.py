@@ -99,8 +99,8 @@ def _read(
     device_name: str,
     source: str,
 ) -> ReportRows:
-    count = "SELECT family, device_name, source, status, count(*) AS rows, count(*) FILTER (tonight) AS tonight"
-    counts = counted.sql(f"{count} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
+    query = "SELECT family, device_name, source, status, count(*) AS rows, count(*) FILTER (tonight) AS tonight"
+    counts = counted.sql(f"{query} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
     spelled = {count["device_name"] for count in counts if count["device_name"]}
     names = tuple(sorted(name for name in spelled if same_device(name, device_name)))
     counted.execute(

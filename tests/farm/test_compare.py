@@ -5,16 +5,18 @@ import datetime
 import json
 import stat
 import sys
+import types
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from conf.children.keeper import TIME, Ended
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
 from farm.comparison import run
-from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.pairs import Environment, RunSet, ask_environment, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
 from featurize.configs.trial import config_from_mapping, config_hash
@@ -152,14 +154,34 @@ def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
         side_of("after", str(tmp_path / "nothing@night"), tmp_path)
 
 
-def test_an_environment_that_cannot_run_a_trial_says_what_it_lacks(tmp_path):
-    python = script(
-        tmp_path / "env'; echo foo" / "bin" / "python",
-        "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n",
-    )
-    with code_folder() as code, pytest.raises(UsageError, match="No module named 'torch'") as error:
+@pytest.mark.parametrize(
+    ("commands", "words"),
+    [
+        ("echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1", "No module named 'torch'"),
+        ("echo a warning; exec sleep 600", "did not answer within 1 s"),
+    ],
+)
+def test_an_environment_that_cannot_run_a_trial_says_why(tmp_path, monkeypatch, commands, words):
+    monkeypatch.setattr("conf.children.running._START_TIMEOUT_S", 1.0)
+    python = script(tmp_path / "env'; echo foo" / "bin" / "python", f"#!/bin/sh\n{commands}\n")
+    with code_folder() as code, pytest.raises(UsageError, match=f"cannot run a trial: .*{words}") as error:
         side_of("before", str(python.parent.parent), code)
     assert str(python) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (None, "its process was killed"),
+        (Ended(None, TIME), "it did not answer within 5 s"),
+        (Ended(1, output="Traceback\nTypeError: no\n"), "TypeError: no"),
+        (Ended(-9), "it ended with exit code -9"),
+    ],
+)
+def test_a_question_that_an_environment_does_not_answer_says_why(ended, words):
+    server = types.SimpleNamespace(ask=lambda *_, **limits: (b"", ended))
+    with pytest.raises(UsageError, match=f"^{words}$"):
+        ask_environment(server, "trace_steps", {}, 5.0)
 
 
 # ---- operators

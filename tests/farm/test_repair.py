@@ -465,7 +465,7 @@ def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
 
 def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, capsys):
     flip(one(ran, "runs", f"{JOB}-000003.parquet"))
-    with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy):
+    with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
         repair(ran)
     with compaction_lock(ran):
         assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true"]) == 2

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,8 +161,11 @@ def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it
     fake.chmod(0o755)
     options = ["-p", "gpu", "-D", "above"]
     monkeypatch.chdir(tmp_path)
-    submit = functools.partial(entry, command=[*options, "job.sh", "x"])
-    assert run("sbatch", submit, ["devices={L4: l4}", f"sbatch={fake}"]) == 3  # sbatch's own
+    monkeypatch.setattr(sys, "argv", ["", "devices={L4: l4}", f"sbatch={fake}", "--", *options, "job.sh", "x"])
+    monkeypatch.delitem(sys.modules, "farm.sbatch")  # it runs as a program
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("farm.sbatch", run_name="__main__")
+    assert ended.value.code == 3  # sbatch's own
     out, err = capfd.readouterr()
     comment, *added = out.splitlines()
     assert comment.startswith("--comment=gpufarm: ")

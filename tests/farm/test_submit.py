@@ -60,16 +60,23 @@ def test_simulated_rows_say_so_and_carry_their_labels(data, capsys, gpu):
     assert ask(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
 
 
-@pytest.mark.slow  # in `make test`, `tests/workers/test_ranks.py` has real ranks
-def test_trials_of_two_ranks_really_train_on_the_cpu_and_land(data):
-    assert submit(data, "n=1", "device=cpu", "parallel=ddp=2", "window=fixed", "window.seconds=0.1") == 0
+@pytest.mark.parametrize(
+    ("device", "source", "sampled"),
+    [
+        ("A100-SXM4-40GB", "simulated", []),
+        # In `make test`, `tests/workers/test_ranks.py` has real ranks.
+        pytest.param("cpu", "measured", [(0,), (1,)], marks=pytest.mark.slow),
+    ],
+)
+def test_trials_of_two_ranks_train_and_land(data, device, source, sampled):
+    assert submit(data, "n=1", f"device={device}", "parallel=ddp=2", "window=fixed", "window.seconds=0.1") == 0
     columns = "status, source, parallel, ranks, worst_rank IN (0, 1), config->>'$.parallel', kernel_rows"
-    assert ask(data, f"SELECT {columns} FROM runs") == [("ok", "measured", "ddp=2", 2, True, "ddp=2", None)]
+    assert ask(data, f"SELECT {columns} FROM runs") == [("ok", source, "ddp=2", 2, True, "ddp=2", None)]
     counts = (
         "SELECT count(*), count(DISTINCT run_id), sum(rank), bool_and(peak_memory_mib > 0 AND steps > 0) FROM ranks"
     )
     assert ask(data, counts) == [(2, 1, 1, True)]
-    assert ask(data, "SELECT DISTINCT rank FROM telemetry WHERE sensor = 'torch' ORDER BY 1") == [(0,), (1,)]
+    assert ask(data, "SELECT DISTINCT rank FROM telemetry WHERE sensor = 'torch' ORDER BY 1") == sampled
 
 
 @pytest.mark.parametrize(
