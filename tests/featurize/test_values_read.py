@@ -6,7 +6,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.recording import values
-from featurize.trace.tracer import trace_step
+from featurize.trace.tracer import TraceError, trace_step
 from learn import estimate
 from tests.featurize.small_nets import Computes
 
@@ -39,6 +39,11 @@ def test_a_decision_on_constants_is_taken_as_it_would_be():
         (lambda x, y: torch.tensor([False, True]).to(x.device).any(), "tanh"),
     ):
         assert way(ask) == taken
+
+
+def test_a_decision_on_real_numbers_of_the_batch_is_refused():
+    with pytest.raises(TraceError, match="_local_scalar_dense"):
+        way(lambda x, y: x.argmax().item() == 1)
 
 
 class Reads(nn.Module):
