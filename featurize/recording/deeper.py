@@ -18,7 +18,7 @@ from torch import nn
 from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
 from featurize.operators import attention
 from featurize.operators.table import MULTI_TENSOR, foreach_launches
-from featurize.recording.skeleton import build_on_meta, compiled_modules, on_meta, remarks
+from featurize.recording.skeleton import build_on_meta, compiled_modules, empty_copy, remarks
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 
 _NUMBER = re.compile(r"\d+")
@@ -261,7 +261,7 @@ def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, o
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a new model on the meta device. None where its copy would lose what a trace notes."""
     model = attention.building(lambda: build_on_meta(factory))
-    return None if remarks(model) or compiled_modules(model) else on_meta(model)
+    return None if remarks(model) or compiled_modules(model) else empty_copy(model)
 
 
 def alike_blocks(model: nn.Module) -> int:
@@ -293,7 +293,7 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
         model: One for which `alike_blocks` returns a number.
         count: Largest number of blocks.
     """
-    short = on_meta(model)
+    short = empty_copy(model)
     blocks = repeated_blocks(short)
     container = container_of(short, blocks)
     assert container is not None, "blocks are in one container"

@@ -96,9 +96,9 @@ class BuiltOnMeta:
         return model
 
 
-def on_meta(model: nn.Module, device: str = "meta") -> nn.Module:
-    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is neither changed nor
-    read. `device`: another one, under a mode whose tensors take no memory."""
+def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
+    """Return a copy whose parameters and buffers have no values, ties kept; the original is neither changed nor read.
+    A `device` other than meta is for a mode whose tensors take no memory."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -132,7 +132,7 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
         return model  # the caller knows what it requested and can report it
     real = any(not p.is_meta for p in model.parameters())
     if real or not parameters.saw(model):  # created elsewhere, at least in part
-        return on_meta(model)
+        return empty_copy(model)
     emptied: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -226,8 +226,8 @@ class _Construction(TorchFunctionMode):
             return _make(func, args, kwargs, _REAL_VALUES)
         if func in _FROM_DATA:
             device = None if _names_a_gpu(kwargs.get("device")) else kwargs.get("device")
-            here = None if list(tensors_in(args)) else "cpu"
-            return func(*args, **{**kwargs, "device": device or here})
+            default = None if list(tensors_in(args)) else "cpu"
+            return func(*args, **{**kwargs, "device": device or default})
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to:

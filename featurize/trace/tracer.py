@@ -32,7 +32,7 @@ from featurize.operators.torch_releases import complete, require_traceable
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.recorder import Recorder
-from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, compiled_modules, on_meta, remarks, unwrapped
+from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, compiled_modules, empty_copy, remarks, unwrapped
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import (
     Inputs,
@@ -345,7 +345,7 @@ class Tracing:
             return noted(made) if isinstance(made, nn.Module) else made
 
         if isinstance(model, nn.Module):
-            built = on_meta(noted(model))
+            built = empty_copy(noted(model))
         elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
             built = noted(taken)
         else:

@@ -27,7 +27,7 @@ from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.operators.replacing import replaced
 from featurize.recording.deeper import built_to_shorten
-from featurize.recording.skeleton import on_meta
+from featurize.recording.skeleton import empty_copy
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
@@ -170,7 +170,7 @@ class Parts(nn.Module):
     def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()
         for number in range(count):
-            self.add_module(f"part{number}", model if number == 0 else on_meta(model))
+            self.add_module(f"part{number}", model if number == 0 else empty_copy(model))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return next(self.children())(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch._subclasses import fake_tensor
 
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.recording.skeleton import on_meta
+from featurize.recording.skeleton import empty_copy
 from learn.job.training_job import TrainingJob
 from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explain_errors, meta_model
 
@@ -79,5 +79,5 @@ def _fake_model(workload: TrainingJob) -> nn.Module:
         isinstance(t, fake_tensor.FakeTensor) and t.device.type == "cpu"
         for t in [*model.parameters(), *model.buffers()]
     ):
-        model = on_meta(model, "cpu")
+        model = empty_copy(model, "cpu")
     return model.train()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.recording.skeleton import build_on_meta, on_meta
+from featurize.recording.skeleton import build_on_meta, empty_copy
 
 
 def all_meta(model):
@@ -79,7 +79,7 @@ def test_moves_to_a_gpu_are_left_out():
     assert all_meta(model) and {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-@pytest.mark.parametrize("make", [on_meta, lambda mine: build_on_meta(lambda: nn.Sequential(mine, nn.Linear(8, 2)))])
+@pytest.mark.parametrize("make", [empty_copy, lambda mine: build_on_meta(lambda: nn.Sequential(mine, nn.Linear(8, 2)))])
 def test_a_module_that_existed_before_is_copied_not_changed(make):
     mine = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     before = {name: value.clone() for name, value in mine.state_dict().items()}
@@ -87,7 +87,7 @@ def test_a_module_that_existed_before_is_copied_not_changed(make):
     assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
 
 
-@pytest.mark.parametrize("made", [on_meta, lambda model: build_on_meta(lambda: model)])
+@pytest.mark.parametrize("made", [empty_copy, lambda model: build_on_meta(lambda: model)])
 def test_lazy_parameters_get_their_shape_on_meta(made):
     mine = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3))
     copied = made(mine)
