@@ -519,20 +519,17 @@ def ask_free(
 def answer(asked: tuple[str, Case, str]) -> Given:
     """Return the answer of an estimator, as `module:attribute`, to one case for a target; whatever goes wrong with this
     one job is its reason: an odd model must not end a benchmark."""
-    from learn.peers.base import CannotEstimate, analyse, refused_by_any_error, require_device
+    from learn.peers.base import CannotEstimate, refused_by_any_error
 
     where, case, target = asked
     began = time.monotonic_ns()
     estimate: float | None = None
     reason = None
     try:
-        estimator = pkgutil.resolve_name(where)()
-        if target == "memory":
-            estimate = sum(analyse(estimator, case.job, require_device(case)).values())
-        else:
+        with refused_by_any_error():
+            estimator = pkgutil.resolve_name(where)()
             estimator.target = get_target(target)
-            with refused_by_any_error():
-                estimate = estimator.figure(case)
+            estimate = estimator.figure(case)
     except CannotEstimate as refusal:
         reason = str(refusal)
     return Given(estimate=estimate, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)

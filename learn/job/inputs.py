@@ -129,11 +129,11 @@ def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[st
     arguments = (
         _with_tensors(inputs, dtype) if isinstance(inputs, Mapping) else [_with_tensors(x, dtype) for x in inputs]
     )
-    wanted = None if target is None else _tensor_of(target, torch.int64)
+    given_target = None if target is None else _tensor_of(target, torch.int64)
 
     def batch(device: str) -> tuple[Inputs, Tensor | None]:
         made = as_arguments(mapped(arguments, lambda given: _copy(given, device)))
-        return made, None if wanted is None else _copy(wanted, device)
+        return made, None if given_target is None else _copy(given_target, device)
 
     return batch
 

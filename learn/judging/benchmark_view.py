@@ -416,7 +416,10 @@ def _accuracies(
                 "family": family,
                 **({"target": target} if bins == "published" else {"bins": bins}),
                 "n": ours[0].ok + ours[0].oom if ours else None,
-                **{figures.estimator: getattr(figures.classes.get(bins), "accuracy", None) for figures in ours},
+                **{
+                    figures.estimator: figures.classes[bins].accuracy if bins in figures.classes else None
+                    for figures in ours
+                },
                 "theirs": theirs or None,
             }
         )

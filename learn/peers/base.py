@@ -164,13 +164,13 @@ class Peer(Estimator):
         return self
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        """Return part -> MiB; the parts sum to the estimate of peak memory. Raises `CannotEstimate` for any error of
-        the model."""
+        """Return part -> MiB; the parts sum to the estimate of peak memory. Any error refuses the job
+        (`refused_by_any_error`)."""
         raise NotImplementedError
 
     def figure(self, case: Case) -> float:
-        """Return the target's figure for one case, in its unit. Raises `CannotEstimate`."""
-        return sum(analyse(self, case.job, require_device(case)).values())
+        """Return the target's figure for one case, in its unit. Any error refuses the case."""
+        return sum(self.parts_mib(case.job, require_device(case)).values())
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """Return one point a case; a case without an answer has NaN there, and its reason in `refusals`."""
@@ -178,7 +178,8 @@ class Peer(Estimator):
         values, refusals = np.full(len(cases), np.nan), {}
         for i, case in enumerate(cases):
             try:
-                values[i] = self.figure(case)
+                with refused_by_any_error():
+                    values[i] = self.figure(case)
             except CannotEstimate as refusal:
                 refusals[i] = str(refusal)
         centre = to_space(values, target.space)
@@ -364,6 +365,4 @@ class Trace(Peer):
         return step_of(workload, device).breakdown
 
     def figure(self, case: Case) -> float:
-        with refused_by_any_error():
-            step = step_of(case.job, require_device(case))
-        return step.figure(self.require_fitted().column)
+        return step_of(case.job, require_device(case)).figure(self.require_fitted().column)

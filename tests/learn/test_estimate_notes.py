@@ -185,6 +185,7 @@ def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer, refuse
     assert (done["run"]["status"], done["run"]["source"]) == ("ok", "simulated")
     assert "no run 'job-999999'" in refused("run=job-999999", f"data={data}")
     assert done["run"]["loop"] == RESIDENT and {done["loops"][target] for target in TARGETS} == {RESIDENT}
+    assert done["peak_memory_mib"] == pytest.approx(done["run"]["peak_memory_mib"], rel=0.5)
     for name in UTILIZATION:
         assert done[name] == pytest.approx(done["run"][name])
 
