@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left, bisect_right
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample, spoken_from_ns
@@ -35,6 +37,10 @@ _CONSTANT_READINGS = 3
 _GAPS = 32  # distances between readings from which a source's interval is known
 _PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
 _LAG_NS = 500_000_000  # ... plus the delay of an exporter's values
+
+# Ends of steps that readings cover: time, integral since the window's start, and distance to the nearest end of a
+# reading, as a share of the reading.
+Cuts = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]
 
 # An interval that is checked repeatedly until it is narrow enough sometimes becomes narrow too early. This factor
 # widens half-widths: more than 90 of 100 windows on noisy signals then include the true mean (95 and
@@ -107,7 +113,10 @@ class _Series:
     window_ns: int = 0
     last: tuple[int, float] | None = None  # time and value of the last reading, inside the window or not
     gaps_ns: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int, float]] = field(default_factory=list)  # (start, end, rate per second)
+    # The spans, in arrays that numpy reads without a loop.
+    starts_ns: array[int] = field(default_factory=lambda: array("q"))
+    ends_ns: array[int] = field(default_factory=lambda: array("q"))
+    rates: array[float] = field(default_factory=lambda: array("d"))  # per second
 
     @property
     def interval_ns(self) -> int | None:
@@ -128,58 +137,57 @@ class _Series:
             return
         if len(self.gaps_ns) < _GAPS:
             self.gaps_ns.append(end_ns - since_ns)
-        self.spans.append((since_ns if start_ns is None else start_ns, end_ns, value))
+        self.starts_ns.append(since_ns if start_ns is None else start_ns)
+        self.ends_ns.append(end_ns)
+        self.rates.append(value)
 
-    def in_window(self) -> list[tuple[int, int, float]]:
-        """Return the spans that end in the window."""
-        first = bisect_right(self.spans, self.window_ns, key=lambda span: span[1])
-        return self.spans[first:]
+    def first_in_window(self) -> int:
+        """Return the index of the first span that ends in the window."""
+        return bisect_right(self.ends_ns, self.window_ns)
 
-    def cut(self, steps: Sequence[int]) -> list[tuple[int, float, float]]:
-        """Return (time, integral since the window's start, distance) of each end of a step that readings cover.
-
-        The distance is that to the nearest end of a reading, as a share of the reading.
-        """
-        spans = self.in_window()
+    def cut(self, steps_ns: array[int]) -> Cuts:
+        """Return the ends of steps that readings cover; at least one span must end in the window."""
+        first = self.first_in_window()
         # Only the part inside the window counts of a reading that spans its start. A reading also stands for a gap
         # before it.
-        times_ns = np.array([max(spans[0][0], self.window_ns), *(end_ns for _, end_ns, _ in spans)])
+        times_ns = np.concatenate([[max(self.starts_ns[first], self.window_ns)], self.ends_ns[first:]])
         lengths_ns = np.diff(times_ns)
-        integrals = np.cumsum([0.0, *(lengths_ns * [rate for _, _, rate in spans] / 1e9)])
-        ends_ns = np.array(steps)
-        ends_ns = ends_ns[(ends_ns >= times_ns[0]) & (ends_ns <= times_ns[-1])]
-        reading = np.maximum(np.searchsorted(times_ns, ends_ns), 1) - 1
-        shares = (ends_ns - times_ns[reading]) / lengths_ns[reading]
-        at_ends = np.interp(ends_ns, times_ns, integrals)
-        return list(zip(ends_ns.tolist(), at_ends.tolist(), np.minimum(shares, 1 - shares).tolist(), strict=True))
+        amounts = lengths_ns * np.array(self.rates[first:]) / 1e9
+        cuts_ns = np.array(steps_ns)
+        cuts_ns = cuts_ns[(cuts_ns >= times_ns[0]) & (cuts_ns <= times_ns[-1])]
+        reading = np.maximum(np.searchsorted(times_ns, cuts_ns), 1) - 1
+        shares = (cuts_ns - times_ns[reading]) / lengths_ns[reading]
+        integrals = (np.cumsum(amounts) - amounts)[reading] + shares * amounts[reading]
+        return cuts_ns, integrals, np.minimum(shares, 1 - shares)
 
-    def blocks(self, cuts: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
+    def blocks(self, cuts: Cuts) -> tuple[list[float], list[float]]:
         """Return (integrals, lengths in s) of at most 12 blocks of similar length between ends of steps.
 
         A block is at least two sampling periods or one step long. If possible it ends near the end of a reading,
         because the integral is interpolated inside a reading. More blocks would hardly narrow Student's t; longer
         blocks depend less on the interpolation.
         """
-        if len(cuts) < 2:
+        cuts_ns, integrals, distances = cuts
+        if len(cuts_ns) < 2:
             return [], []
-        start_ns, end_ns = cuts[0][0], cuts[-1][0]
+        start_ns, end_ns = int(cuts_ns[0]), int(cuts_ns[-1])
         shortest_ns = _BLOCK_READINGS * (self.interval_ns or 0)
         count = min(_MAX_BLOCKS, int((end_ns - start_ns) / max(shortest_ns, 1)))
         if count < 1:
             return [], []
         length_ns = (end_ns - start_ns) / count
         slack_ns = min(length_ns / 4, (length_ns - shortest_ns) / 2)
-        ends: list[tuple[int, float, float]] = []
+        ends: list[int] = []
         for index in range(count + 1):
             border_ns = start_ns + index * length_ns
-            low, high = bisect_left(cuts, (border_ns - slack_ns,)), bisect_left(cuts, (border_ns + slack_ns + 1,))
+            low, high = np.searchsorted(cuts_ns, (border_ns - slack_ns, border_ns + slack_ns + 1)).tolist()
             if low < high:
-                chosen = min(cuts[low:high], key=lambda cut: cut[2])
+                chosen = low + int(distances[low:high].argmin())
             else:
-                chosen = min(cuts[max(0, low - 1) : low + 1], key=lambda cut: abs(cut[0] - border_ns))
-            if not ends or chosen[0] > ends[-1][0]:
+                chosen = min((low - 1, low), key=lambda place: abs(cuts_ns[place] - border_ns))
+            if not ends or chosen > ends[-1]:
                 ends.append(chosen)
-        return [b[1] - a[1] for a, b in pairwise(ends)], [(b[0] - a[0]) / 1e9 for a, b in pairwise(ends)]
+        return np.diff(integrals[ends]).tolist(), (np.diff(cuts_ns[ends]) / 1e9).tolist()
 
 
 class TargetFollower:
@@ -214,7 +222,7 @@ class TargetFollower:
             for sources in self._targets.values()
             for source in sources
         }
-        self._steps: list[int] = []
+        self._steps_ns = array("q")
         self._window_ns: int | None = None
 
     def begin(self, window_ns: int, warmup_ns: int | None = None) -> None:
@@ -223,7 +231,7 @@ class TargetFollower:
         `warmup_ns` is the start of the first step; averages that look back past it are left out.
         """
         self._window_ns = window_ns
-        self._steps = [window_ns, *(step for step in self._steps if step > window_ns)]
+        self._steps_ns = array("q", [window_ns, *(step_ns for step_ns in self._steps_ns if step_ns > window_ns)])
         for (_, metric), series in self._series.items():
             series.window_ns = spoken_from_ns(metric, window_ns, warmup_ns)
 
@@ -240,8 +248,8 @@ class TargetFollower:
 
     def mark_step(self, t_ns: int) -> None:
         """Record that a training step ended at `t_ns`; callers may leave out steps."""
-        if not self._steps or t_ns > self._steps[-1]:
-            self._steps.append(t_ns)
+        if not self._steps_ns or t_ns > self._steps_ns[-1]:
+            self._steps_ns.append(t_ns)
 
     def steady(self, now_ns: int) -> bool:
         """Return whether the interval of every target with readings is within its tolerance."""
@@ -260,7 +268,7 @@ class TargetFollower:
     def _series_of(self, target: str) -> _Series | None:
         """Return the target's first source with readings in the window, or None."""
         sources = (self._series[source] for source in self._targets[target])
-        return next((series for series in sources if series.spans and series.spans[-1][1] > series.window_ns), None)
+        return next((series for series in sources if series.ends_ns and series.ends_ns[-1] > series.window_ns), None)
 
     def _target_steady(self, target: str, now_ns: int) -> bool:
         waiting = [self._series[source] for source in self._targets[target]]
@@ -297,15 +305,15 @@ class TargetFollower:
         series = self._series_of(target)
         if series is None or self._window_ns is None:
             return None
-        cuts = series.cut(self._steps)
+        cuts = series.cut(self._steps_ns)
         sums, lengths = series.blocks(cuts)
         if len(sums) >= _MIN_BLOCKS:
             mean, half_width = math.fsum(sums) / math.fsum(lengths), mean_half_width(sums, lengths)
             if half_width > 0 and len(sums) < _MANY_BLOCKS:
                 half_width = max(half_width, self._tolerance(target, mean) / 2)
             return mean, half_width, len(sums)
-        rates = [rate for _, _, rate in series.in_window()]
-        if len(rates) >= _CONSTANT_READINGS and len(cuts) > _MIN_BLOCKS and not series.is_counter:
+        rates = series.rates[series.first_in_window() :]
+        if len(rates) >= _CONSTANT_READINGS and len(cuts[0]) > _MIN_BLOCKS and not series.is_counter:
             low, high = min(rates), max(rates)
             if high - low <= self._window.utilization_tolerance / 10 * max(1.0, high):
                 return (low + high) / 2, high - low, len(rates)  # constant figures of an idle or saturated unit
