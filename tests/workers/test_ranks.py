@@ -1,8 +1,13 @@
 """Trials of several ranks on the CPU: real processes over gloo, and whatever happens to one of them ends the trial."""
 
+import contextlib
 import dataclasses
+import json
+import multiprocessing
 import os
 import signal
+import socket
+import threading
 
 import psutil
 import pytest
@@ -13,6 +18,7 @@ from test_worker import LONG, InBackground, mlp, task
 from tests.surroundings import await_
 from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
+from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
 
@@ -103,6 +109,52 @@ def test_a_rank_that_hangs_is_a_timeout(worker):
     assert result.run.status == "timeout"
     assert [row["status"] for row in result.ranks.to_pylist()] == ["timeout", "timeout"]
     assert nothing_is_left(worker)
+
+
+@contextlib.contextmanager
+def trial_link():
+    """A link of a trial whose labels were taken, and the worker's end."""
+    ours, theirs = socket.socketpair()
+    with ours, contextlib.closing(body.Link(theirs)) as link:
+        ours.sendall(b"bye\n")
+        yield link, ours
+
+
+def test_the_report_of_a_rank_that_has_ended_is_read():
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()
+    process.join()
+    channel, of_rank = socket.socketpair()
+    with of_rank:
+        of_rank.sendall(b'{"event":"failed","status":"crashed","error":"why"}\n')
+    with channel, trial_link() as (link, worker_end):
+        body._RankMonitor([body._Rank(0, process, channel)], link).listen()
+        assert json.loads(worker_end.recv(1000)) == {"event": "failed", "status": "crashed", "error": "why", "rank": 0}
+
+
+def test_what_a_rank_has_started_does_not_keep_its_trial(monkeypatch):
+    monkeypatch.setattr(body, "_GOODBYE_S", 3600.0)
+    ends, end = os.pipe()
+
+    def rank(_, channel):
+        if os.fork() == 0:
+            os.close(end)
+            os.read(ends, 1)
+            os._exit(0)
+        threading.Thread(target=os.read, args=(ends, 1)).start()
+        link = body.Link(channel)
+        link.report("result", values={})
+        link.labels_taken()
+
+    with trial_link() as (link, worker_end):
+        body.run_ranks(2, link, rank)
+        assert [json.loads(line)["event"] for line in worker_end.recv(1000).splitlines()][1:] == [
+            "rank",
+            "rank",
+            "result",
+        ]
+    os.close(end)
+    os.close(ends)
 
 
 def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):

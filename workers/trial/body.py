@@ -24,6 +24,7 @@ device with `is_device_fault`. Torch is imported on use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from conf.children.containment import die_with_parent
+from conf.children.containment import die_with_parent, run_as_child
 from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
@@ -47,6 +48,7 @@ _QUOTED_BYTES = 200
 LINE_BYTES = 1 << 20  # longest report; texts of errors are shortened to much less
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
+_PAUSE_S = 0.005
 _OF_FIRST = ("built", "environment", "window")  # events that are the same for all ranks; the first rank's count
 # Texts in the error of a rank that failed only because it lost another rank.
 _LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
@@ -172,7 +174,8 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None or (self.ended and self.result is None)
+        # Its last report may still wait in the socket when it has ended.
+        return self.failure is not None or (self.result is None and not self.open and self.ended)
 
 
 def run_ranks(count: int, link: Link, run_rank: RunRank) -> None:
@@ -204,9 +207,10 @@ def _start(ranks: list[_Rank], count: int, store: int, link: Link, run_rank: Run
     for number in range(count):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)  # a long error does not fit into a packet
         place = Place(rank=number, ranks=count, store=f"/proc/self/fd/{store}")
-        unused = (ours, link, *(rank.channel for rank in ranks))
-        arguments = (run_rank, place, theirs, unused, os.getpid())
-        process = multiprocessing.get_context("fork").Process(target=_run_rank, args=arguments)
+        unused: list[socket.socket | Link] = [ours, link, *(rank.channel for rank in ranks)]
+        rank_body = functools.partial(_run_rank, run_rank, place, theirs, unused, os.getpid())
+        # Else multiprocessing would wait for the threads and processes that the rank has started.
+        process = multiprocessing.get_context("fork").Process(target=run_as_child, args=(rank_body,))
         process.start()
         theirs.close()
         ranks.append(_Rank(number, process, ours))
@@ -273,7 +277,7 @@ class _RankMonitor:
         data = receive(rank.channel, LINE_BYTES)
         if not data:
             rank.open = False
-            rank.process.join(_SETTLE_S)  # it is about to end
+            _await_end([rank], _SETTLE_S)
             return
         *lines, rank.buffer = (rank.buffer + data).split(b"\n")
         if len(rank.buffer) > LINE_BYTES:
@@ -337,17 +341,21 @@ def _dismiss(ranks: list[_Rank]) -> None:
     """Send `bye` to the ranks, and wait a little until they end."""
     _tell(ranks, "bye")
     if not any(rank.failed for rank in ranks):
-        give_up = time.monotonic() + _GOODBYE_S
-        for rank in ranks:
-            rank.process.join(max(0.0, give_up - time.monotonic()))
+        _await_end(ranks, _GOODBYE_S)
 
 
-def _end(ranks: Iterable[_Rank]) -> None:
+def _end(ranks: Sequence[_Rank]) -> None:
     """Kill the ranks that still run, and reap them."""
     for rank in ranks:
         rank.process.kill()
-    for rank in ranks:
-        rank.process.join(_GOODBYE_S)
+    _await_end(ranks, _GOODBYE_S)
+
+
+def _await_end(ranks: Sequence[_Rank], within_s: float) -> None:
+    """Wait until all have ended. `Process.join` would wait for processes that they have forked, too."""
+    give_up = time.monotonic() + within_s
+    while not all(rank.ended for rank in ranks) and time.monotonic() < give_up:
+        time.sleep(_PAUSE_S)
 
 
 # Messages of a broken device: another attempt, perhaps on another device, may succeed.
