@@ -104,7 +104,7 @@ def leased(queue):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """What a worker brings of the group of `leased`."""
+    """The result of a worker that ran the group of `leased`."""
     with (
         Queue.open(tmp_path_factory.mktemp("group") / "queue.sqlite") as queue,
         contextlib.closing(Worker(SIMULATED, "0", "w")) as worker,

@@ -15,8 +15,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def measured(request, tmp_path_factory):
-    """What each of four real processes gives that run `train_real` of a module, for those of its `CASES` that are
-    tested."""
+    """The answers of four processes that run a module's `train_real`, for those of its `CASES` that are tested."""
     from real_ranks import chosen_cases, run_ranks  # their imports are slow
 
     module = request.module

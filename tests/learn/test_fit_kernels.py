@@ -361,7 +361,7 @@ def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_wa
 
 @pytest.mark.slow
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(tmp_path, monkeypatch):
-    """Of a job that is as slow as its power is low; one that waits for its input is not learned from."""
+    """One job is as slow as its power is low; the other waits for its input and is not learned from."""
     names, rows = TABLES["zeus"].names.split(", "), []
     for gpu, limit_w in (("A40", 300), ("A40", 200), ("A40", 125), ("V100", 250), ("V100", 175), ("V100", 125)):
         for model, dataset, power_w, epoch_s in (

@@ -184,7 +184,7 @@ BINS = make_bins(ROWS.target, ROWS.label, ROWS.family)
 
 
 def compare(rows, bins, *predictions):
-    """Whether the second is worse, the figures of both, and the reason."""
+    """The comparison of two predictions: whether the second is worse, the figures of both, and the reason."""
     found = compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
     return SimpleNamespace(worse=found["decision"] == "kept", why=found["why"], **found["figures"])
 

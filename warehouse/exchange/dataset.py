@@ -295,8 +295,7 @@ def _public_details(connection: WarehouseConnection, kind: str, where: str) -> p
     public = {"run_id": "public_id", detail.row_id: public_row_id, "node": "NULL"}
     columns = ", ".join(f"{public.get(name, f'{kind}.{name}')} AS {name}" for name in detail.schema.names)
     rows = connection.sql(
-        f"SELECT {columns} FROM {kind} JOIN exported ON {kind}.run_id = own_id WHERE {where} "
-        f"ORDER BY {kind}.{detail.row_id}"
+        f"SELECT {columns} FROM {kind} JOIN exported ON {kind}.run_id = own_id WHERE {where} ORDER BY {detail.row_id}"
     )
     table = rows.to_arrow_table().cast(detail.schema)
     if kind == "collocations":

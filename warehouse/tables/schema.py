@@ -124,9 +124,8 @@ class Run:
     samples_repeated: int | None = None
     samples_unavailable: int | None = None
     samples_suspect: int | None = None
-    half_widths: Mapping[str, float] | None = (
-        None  # JSON: label -> half-width of its 95 % confidence interval over the window
-    )
+    # JSON: label -> half-width of its 95 % confidence interval over the window
+    half_widths: Mapping[str, float] | None = None
     final: bool | None = None  # false: an attempt after which the task was queued again; `runs` leaves it out
     memory_fraction: float | None = None  # share of the card's memory that the trial may use; NULL: all
     mig_profile: str | None = None  # e.g. 1g.5gb; NULL: a whole GPU
@@ -134,9 +133,8 @@ class Run:
     startup_s: float | None = None  # from the task's start to its first step
     prepared: bool | None = None  # whether its process was prepared while the previous trial ran
     # added in version 3
-    origin: Mapping[str, str] | None = (
-        None  # JSON: column -> cell of the published file that an imported run was read from
-    )
+    # JSON: column -> cell of the published file that an imported run was read from
+    origin: Mapping[str, str] | None = None
     convolutions: Mapping[str, Any] | None = None  # JSON: cuDNN's answers, only in runs of the former family cudnn
     # added in version 4
     kernel_rows: int | None = None  # rows of the run in `kernels`; NULL: kernels not requested
