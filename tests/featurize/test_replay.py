@@ -198,7 +198,7 @@ def profile(trace: StepTrace) -> MemoryProfile:
     return replay(trace, A100, timeline=True)
 
 
-def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
+def test_pytorchs_viewer_reads_the_snapshot(trace: StepTrace, profile: MemoryProfile) -> None:
     snapshot = profile.snapshot
     assert "total_reserved" in _memory_viz.segsum(snapshot)  # which adds the segments up itself
     assert "cudaMalloc" in _memory_viz.trace(snapshot)
@@ -207,6 +207,8 @@ def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
     entries = snapshot["device_traces"][0]
     assert {entry["category"] for entry in entries if entry["action"].startswith("segment")} == {"unknown"}
     first = next(entry for entry in entries if (entry["action"], entry["category"]) == ("alloc", "activation"))
+    workspaces = [entry for entry in entries if (entry["action"], entry["category"]) == ("alloc", "workspace")]
+    assert len(workspaces) == sum(block.kind == "workspace" for block in trace.blocks)  # also those in cached memory
     frames = [(frame["filename"], frame["name"]) for frame in first["frames"]]
     assert frames == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
 
