@@ -60,15 +60,15 @@ def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | No
     """
     if not _is_field(family, name):
         return _problem_of_sampled_only(family, name, value)
-    repaired = [(config, _repair(config, name, value)) for config in _valid_configs(family)]
+    configs = _valid_configs(family)
+    repaired = ((config, _repair(config, name, value)) for config in configs)
     if not _is_number(value):
-        return _common_problem(name, [(config, result) for config, result in repaired if result == value])
-    refused = _common_problem(name, [(config, value) for config, _ in repaired])
+        return _common_problem(name, ((config, value) for config, result in repaired if result == value))
+    refused = _common_problem(name, ((config, value) for config in configs))
     if refused is None or end is None:
         return refused
-    if end == "low":
-        repaired = [(config, result) for config, result in repaired if not _is_number(result) or result <= value]
-    return refused if not repaired or _common_problem(name, repaired) else None
+    tries = [pair for pair in repaired if end == "high" or not _is_number(pair[1]) or pair[1] <= value]
+    return refused if not tries or _common_problem(name, tries) else None
 
 
 def _is_field(family: str, name: str) -> bool:

@@ -100,7 +100,7 @@ class TracedStage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if self._replica is not None:
-            self._replica.synchronizes = last_backward
+            self._replica.begin_pass(synchronizes=last_backward)
 
         def compute() -> Sequence[Tensor | None]:
             gradients, _ = super(TracedStage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -25,7 +25,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective, PipelinePart
 from featurize.recording.values import Inputs, tensors_of
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
-from featurize.training.streams import Streams
+from featurize.training.streams import SentNote, Streams
 from featurize.training.training_step import TrainingStep
 
 ONE_BUCKET = (float("inf"),)
@@ -135,7 +135,7 @@ class ReplicatedRank(Rank):
         (replica,), micro_steps = self._replicas, self._step.settings.accumulation
         first = self._passes % micro_steps == 0
         self._passes += 1
-        replica.synchronizes = self._passes % micro_steps == 0
+        replica.begin_pass(synchronizes=self._passes % micro_steps == 0)
         if first:
             replica.rebuild()
             if self.parallel.ddp.broadcast_buffers:
@@ -175,10 +175,9 @@ class Replica:
         self._kind, self._as_view = kind, parallel.ddp.gradient_as_bucket_view
         self.limits = limits_of(parallel.ddp.bucket_cap_mb)
         self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
-        self.synchronizes = True
         # id of a parameter -> itself, in the order of the first step's gradients
         self._complete: dict[int, Tensor] = {}
-        self._ready: dict[int, int] = {}
+        self.begin_pass(synchronizes=True)
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
         self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
         with self._recorder, torch.no_grad():
@@ -193,6 +192,12 @@ class Replica:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
+    def begin_pass(self, *, synchronizes: bool) -> None:
+        """Begin a pass, whose gradients are reduced if it `synchronizes`."""
+        self._synchronizes = synchronizes
+        self._ready: dict[int, int] = {}  # bucket -> number of operators before its last gradient is complete
+        self._sent: list[SentNote] = []  # collectives of the buckets
+
     def rebuild(self) -> None:
         """Free the buckets and allocate the final ones when torch does: once, after the first gradients."""
         if not (self._rebuilds and self._complete):
@@ -205,7 +210,7 @@ class Replica:
         """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
         backward pass (reducer.cpp: `finalize_backward`)."""
         gradient, view = parameter.grad, self._views.get(id(parameter))
-        if not self.synchronizes or gradient is None or view is None or gradient.is_sparse:
+        if not self._synchronizes or gradient is None or view is None or gradient.is_sparse:
             return
         self._complete.setdefault(id(parameter), parameter)
         with torch.no_grad():  # divided by the number of ranks while it is copied (`mark_variable_ready_dense`)
@@ -218,11 +223,15 @@ class Replica:
         self._reduced.append(parameter)
 
     def _finish(self) -> None:
-        """End the backward pass: buckets are reduced in their order (reducer.cpp: `mark_bucket_ready`)."""
+        """End the backward pass, or one that a reentrant checkpoint runs inside it: buckets are reduced once, in their
+        order (reducer.cpp: `mark_bucket_ready`)."""
+        streams = self._streams
+        if not self._sent:
+            numbers = [streams.send(ALL_REDUCE, nbytes, self._axis, asynchronous=True) for nbytes in self._bytes]
+            self._sent = [streams.sent[number] for number in numbers]
         ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
-        for nbytes, after in zip(self._bytes, ready, strict=True):
-            self._streams.wait_for(self._streams.send(ALL_REDUCE, nbytes, self._axis, asynchronous=True, after=after))
-        self._ready.clear()
+        for note, after in zip(self._sent, ready, strict=True):
+            note.after, note.before = after, streams.now()
         for parameter in self._reduced if not self._as_view else ():
             if parameter.grad is not None:
                 with torch.no_grad():

@@ -546,13 +546,15 @@ class RepeatedPasses:
         placed = [result if result is None else _result_of(memory, result) for result in results]
         given = {result.block for result in placed if result is not None}
         leaving = [block for block in stretch.leaving if block not in given]
-        held = [_hold(memory, block, leaving) for block in stretch.entering if block not in kept]
-        if not given <= {*kept, *stretch.leaving}:
+        own = set(kept)
+        held = [_hold(memory, block, leaving) for block in stretch.entering if block not in own]
+        used = given.union(stretch.entering)
+        if not given <= own.union(stretch.leaving):
             raise DoesNotRepeat("a pass gives what was there before")
         return _Note(
             stretch=stretch,
             kept=kept,
-            keeps=[*(block for block in kept if block not in given.union(stretch.entering)), *leaving],
+            keeps=[*(block for block in kept if block not in used), *leaving],
             held=held,
             results=placed,
             operators=self._recorder.log.operators[began.operators :],

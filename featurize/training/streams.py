@@ -91,7 +91,7 @@ class Streams:
         for stream in self._all:
             stream.after, stream.waited_for = 0, {}
 
-    def send(self, kind: str, nbytes: int, axis: str, *, asynchronous: bool = False, after: int | None = None) -> int:
+    def send(self, kind: str, nbytes: int, axis: str, *, asynchronous: bool = False) -> int:
         """Note a collective, and return its number.
 
         Args:
@@ -99,11 +99,9 @@ class Streams:
             nbytes: Size as in `Collective`.
             axis: The axis whose ranks take part.
             asynchronous: Whether it runs beside the current stream, which waits for it later.
-            after: The number of operators that it waits for. None: all before it on its stream.
         """
         stream, number = self._current, len(self.sent)
-        if after is None:
-            after = max(stream.moment(), self._host_after)
+        after = max(stream.moment(), self._host_after)
         self.sent.append(SentNote(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
         if not asynchronous:
             stream.waited_for[stream.number] = number

@@ -469,5 +469,5 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:
-        replica.synchronizes = self.require_backward_grad_sync
+        replica.begin_pass(synchronizes=self.require_backward_grad_sync)
     return output

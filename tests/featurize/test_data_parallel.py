@@ -108,6 +108,15 @@ def test_a_step_of_several_micro_steps_reduces_once():
     assert min(one.after for one in four.collectives if one.kind == ALL_REDUCE) > len(once.operators)
 
 
+def test_a_backward_pass_with_reentrant_checkpoints_inside_reduces_once():
+    def sends(**settings):
+        inputs = torch.zeros(2, 6, dtype=torch.long, device="meta")
+        parallel = Parallel(ddp=2, bucket_cap_mb=0.1)
+        return bucket_bytes(trace_step(decoder, inputs, settings=Training(**settings), parallel=parallel))
+
+    assert sends(checkpointing="full", checkpoint_reentrant=True) == sends()
+
+
 def test_a_bucket_begins_when_its_last_gradient_is_there_and_the_optimizer_waits():
     trace = traced(bucket_cap_mb=1)
     reduced = [one for one in trace.collectives if one.kind == ALL_REDUCE]

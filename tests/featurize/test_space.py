@@ -99,6 +99,7 @@ def own(family):
         ("cnn", "optimizer", ["adam", "adamx"], f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'"),
         ("cnn", "batch_norm", "maybe", "batch_norm must be true or false, got 'maybe'"),
         ("cnn", "batch_norm", [True, 1], "batch_norm must be true or false, got 1"),
+        ("cnn", "dilation", True, "dilation must be an integer >= 1, got True"),
         ("cnn", "base_filters", [64, 4096], "base_filters must be <= 2048, got 4096"),
         ("transformer", "dropout", 1.5, "dropout must be a number in [0, 1), got 1.5"),
         ("cnn", "depth", 0, "depth must be an integer >= 1, got 0"),
