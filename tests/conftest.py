@@ -62,7 +62,6 @@ ALSO_NOT_QUICK = {
     "test_hostile_trials.py",
     "test_prepared.py",
     "test_profiling.py",
-    "test_ranks.py",
     "test_script_launchers.py",
     "test_worker.py",
 }
