@@ -134,12 +134,8 @@ def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # GPU model of simulations and estimates where none is named
 _LARGEST = 1e12  # the largest figure, in its unit
-_OPTIONAL = (
-    "compute_capability",
-    "llvm_target",
-    "interconnect",
-    "power_cap_w",
-)  # a description has one of the first two
+# A description has one of the first two.
+_OPTIONAL = ("compute_capability", "llvm_target", "interconnect", "power_cap_w")
 _LEAST_CAP = 0.25  # least power limit as a share of the board's, as on an A100-SXM4: 100 of 400 W
 _ABOVE_IDLE = 1.2  # least power limit as a multiple of idle power: below it, no power is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)

@@ -580,12 +580,12 @@ class RepeatedPasses:
 
     def _repeat_memory(self, note: _Note, kept: list[int]) -> dict[int, int]:
         """Repeat a pass's effect on memory; return the recorded blocks with their replacements."""
-        memory = self._recorder.memory
+        memory, blocks = self._recorder.memory, self._recorder.memory.blocks
+        entering = dict(zip(note.kept, kept, strict=False))
         # Blocks are alike without their kinds, which they may get later.
-        looks = [[memory.blocks[block]._replace(kind="") for block in blocks] for blocks in (kept, note.kept)]
-        if looks[0] != looks[1]:
+        alike = (blocks[noted] == blocks[own]._replace(kind=blocks[noted].kind) for noted, own in entering.items())
+        if len(kept) != len(note.kept) or not all(alike):
             raise DoesNotRepeat("what passes keep differs")
-        entering = dict(zip(note.kept, kept, strict=True))
         for storage, before, _after in note.held:
             now = memory.block_in(storage)
             if now is None or memory.blocks[now].nbytes != memory.blocks[before].nbytes:

@@ -87,6 +87,7 @@ def test_as_many_kernels_run_as_inductor_schedules_and_move_less_than_eager_ones
         sum(op.bytes_read + op.bytes_written for op in trace.operators if op.phase != "optimizer") for trace in traces
     )
     assert compiled < eager
+    assert len({sum(op.flops for op in trace.operators if "mm" in op.name) for trace in traces}) == 1
     steps = [time_step(trace, DEVICE, Training()) for trace in traces]
     assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
 
