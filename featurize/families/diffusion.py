@@ -55,7 +55,11 @@ class Config(TrialConfig):
             problems.append(
                 f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels"
             )
-        if self.image_size % (step := 2 ** (self.levels - 1)):
+        if self.levels > self.image_size.bit_length():
+            problems.append(
+                f"2**(levels - 1) must divide image_size, got levels {self.levels} for {self.image_size} pixels a side"
+            )
+        elif self.image_size % (step := 2 ** (self.levels - 1)):
             problems.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
         return problems
 

@@ -46,7 +46,11 @@ class Config(TrialConfig):
             return problems
         if self.base_channels > MAX_CHANNELS:
             problems.append(f"base_channels must be <= {MAX_CHANNELS}, got {self.base_channels}")
-        if self.image_size % 2**self.depth:
+        if self.depth >= self.image_size.bit_length():
+            problems.append(
+                f"2**depth must divide image_size, got depth {self.depth} for {self.image_size} pixels a side"
+            )
+        elif self.image_size % 2**self.depth:
             problems.append(f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}")
         elif self.batch_norm and self.batch_size == 1 and self.image_size == 2**self.depth:
             problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")

@@ -13,6 +13,7 @@ from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm.submission.settings import SubmitSettings
 from featurize import families
+from featurize.configs.dimensions import default_space
 from featurize.configs.draws import POLICIES as POINTS_OF
 from featurize.configs.draws import Limits, sample, sample_range
 from featurize.configs.space import parse_space, space_of_mapping
@@ -173,6 +174,13 @@ def test_a_space_without_valid_configuration_says_which_rule_rejected_how_many(t
     message = str(caught.value)
     assert "of 1,000 points broke 'width must be odd, got 666'" in message
     assert "limits.max_parameters=100 rejected " in message and "the smallest needed 1,000,000" in message
+
+
+@pytest.mark.parametrize(("family", "field"), [("unet", "depth"), ("diffusion", "levels")])
+def test_more_halvings_than_any_image_has_are_refused_without_their_power_of_2(family, field):
+    space = parse_space(family, {**default_space(family), field: 10**12})
+    with pytest.raises(UsageError, match=rf"must divide image_size, got {field} {10**12} for \d+ pixels a side'"):
+        sample(space, 0, 0)
 
 
 def test_a_field_that_nothing_sets_is_a_usage_error(toy):
