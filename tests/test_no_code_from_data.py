@@ -29,7 +29,7 @@ LOADERS = {
     ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/cli/own_packages.py, before conf can be imported",
     ("learn/estimators/protocol.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
-    ("learn/commands/benchmark_rows.py", "parts"): "a job of this process's own, its name from ESTIMATORS",
+    ("learn/commands/benchmark_rows.py", "answer"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/rows/processes.py", "serve"): "names that our own call of `in_processes` holds, in a process of its own",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
