@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from farm.queue.queue_file import QueueFile
 from farm.serving.gate import is_within_share
@@ -267,9 +267,20 @@ class RemoteQuestions:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        remote: Callable[..., Awaitable[Any]] = getattr(self._handle, name).remote
-        return remote
+    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client, limits))
+
+    async def get(self, key: str) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.get.remote(key))
+
+    async def forget(self, limits: QuestionLimits) -> None:
+        await self._handle.forget.remote(limits)
+
+    async def counts(self) -> dict[str, int]:
+        return cast("dict[str, int]", await self._handle.counts.remote())
+
+    async def pulse_age_s(self) -> float | None:
+        return cast("float | None", await self._handle.pulse_age_s.remote())
 
     def close(self) -> None:
         """Do nothing: other replicas use the deployment."""
