@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
-_LAUNCHER = re.compile(r"(?:.*/)?(python|torchrun|accelerate|deepspeed)(?:(?<=python)3(?:\.\d+)?)?", re.DOTALL)
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, which all take a value
 _SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # except these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
@@ -144,9 +144,9 @@ def training_command(text: str, script_words: Sequence[str], begins_in: Path) ->
         elif set(words) & set(_CHANGES) and not commands:
             raise UsageError(f"{script_words[0]}: only the shell knows where `{shlex.join(words)}` leads")
         for position, word in enumerate(expanded):
-            if launcher := _LAUNCHER.fullmatch(word):
+            if launcher := _launcher(word):
                 if _may_precede(expanded[:position]):
-                    commands.append(TrainingCommand((launcher[1], *expanded[position + 1 :]), folder))
+                    commands.append(TrainingCommand((launcher, *expanded[position + 1 :]), folder))
                 break
     if len(commands) != 1:
         launchers = ", ".join(_LAUNCHERS)
@@ -270,6 +270,14 @@ def _folder(base: str | Path, target: str) -> Path:
     if not known:
         raise UsageError(f"the training command runs in {target}, which is not a folder here")
     return folder
+
+
+def _launcher(word: str) -> str | None:
+    """Return the launcher that a word names, also by its path; `python` for a Python of any version."""
+    name = word.rpartition("/")[2]
+    if _PYTHON.fullmatch(name):
+        return "python"
+    return name if name in _LAUNCHERS else None
 
 
 def _may_precede(words: Sequence[str]) -> bool:
