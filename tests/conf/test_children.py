@@ -162,7 +162,7 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("end", "code"), [(4, 4), (2**40, 0), ("why", 1)])
 def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
-    with contextlib.closing(local_server("")) as server:
+    with local_server("") as server:
         ended = server.start("sys:exit", end).wait()
     assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
 
@@ -185,7 +185,7 @@ def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
         "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
         "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
     )
-    with contextlib.closing(local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
+    with local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)}) as server:
         written, ended = server.ask("answering:early", None, b"question")
     assert (written, ended.code) == (b"done", 0)
 

@@ -170,24 +170,24 @@ class _Series:
         cuts_ns, integrals, distances = cuts
         if len(cuts_ns) < 2:
             return [], []
-        start_ns, end_ns = int(cuts_ns[0]), int(cuts_ns[-1])
+        since_ns = cuts_ns - cuts_ns[0]  # floats hold these exactly, but the clock only for 104 days
         shortest_ns = _BLOCK_READINGS * (self.interval_ns or 0)
-        count = min(_MAX_BLOCKS, int((end_ns - start_ns) / max(shortest_ns, 1)))
+        count = min(_MAX_BLOCKS, int(since_ns[-1] / max(shortest_ns, 1)))
         if count < 1:
             return [], []
-        length_ns = (end_ns - start_ns) / count
+        length_ns = float(since_ns[-1]) / count
         slack_ns = min(length_ns / 4, (length_ns - shortest_ns) / 2)
         ends: list[int] = []
         for index in range(count + 1):
-            border_ns = start_ns + index * length_ns
-            low, high = np.searchsorted(cuts_ns, (border_ns - slack_ns, border_ns + slack_ns + 1)).tolist()
+            border_ns = index * length_ns
+            low, high = np.searchsorted(since_ns, (border_ns - slack_ns, border_ns + slack_ns + 1)).tolist()
             if low < high:
                 chosen = low + int(distances[low:high].argmin())
             else:
-                chosen = min((low - 1, low), key=lambda place: abs(cuts_ns[place] - border_ns))
+                chosen = min((low - 1, low), key=lambda place: abs(since_ns[place] - border_ns))
             if not ends or chosen > ends[-1]:
                 ends.append(chosen)
-        return np.diff(integrals[ends]).tolist(), (np.diff(cuts_ns[ends]) / 1e9).tolist()
+        return np.diff(integrals[ends]).tolist(), (np.diff(since_ns[ends]) / 1e9).tolist()
 
 
 class TargetFollower:
