@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from conf.children.running import local_server
 from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
 from conf.files.identity import mapping_hash
@@ -297,8 +299,10 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
     submission = _submission(settings)
     device, device_line = choose_device(submission.device)
     submission.cluster.check_address()
-    environments = [(side.python, code) for side in sides if isinstance(side, Environment)]
-    require_models(submission.spaces, environments=environments)
+    variables = {**os.environ, "PYTHONPATH": str(code)}
+    pythons = [side.python for side in sides if isinstance(side, Environment)]
+    servers = [partial(local_server, "", variables, python=python, code=code) for python in pythons]
+    require_models(submission.spaces, servers)
     print(device_line)
     return dataclasses.replace(settings, device=device)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from conf.children.keeper import TIME, Ended
@@ -40,24 +39,21 @@ _CHARACTERS = 400  # characters of a problem
 _FIELD = "model"
 _DIMENSIONS = (_FIELD, "arguments", "image_size")  # those that decide whether a model can be built
 
-Environment = tuple[Path, Path]  # a Python, and a folder with only this project's packages
+StartServer = Callable[[], ChildServer]  # its children import the packages of one environment
 
 
-def require_models(
-    spaces: Iterable[Space],
-    environments: Sequence[Environment | None] = (None,),
-) -> None:
+def require_models(spaces: Iterable[Space], servers: Sequence[StartServer] = (partial(local_server, ""),)) -> None:
     """Raise `UsageError` that names each model of the spaces that no environment has, with near names.
 
-    None is this process's environment. A model that only some environments lack is no mistake: a comparison shows it.
-    A library's model with plain arguments is built without memory. For other code, the module is imported and the
-    factory looked up.
+    There is a server for each environment; by default this process's alone. A model that only some environments lack
+    is no mistake: a comparison shows it. A library's model with plain arguments is built without memory. For other
+    code, the module is imported and the factory looked up.
     """
     missing = [(model, "") for space in spaces for model in _models_of(space)]
-    for environment in environments:
+    for start_server in servers:
         if missing:
             models = [model for model, _ in missing]
-            answers = zip(models, _ask(models, environment), strict=True)
+            answers = zip(models, _ask(models, start_server), strict=True)
             missing = [(model, problem) for model, problem in answers if problem is not None]
     problems = dict.fromkeys(
         problem or f"importing {shown(model['name'])} ends the process" for model, problem in missing
@@ -110,12 +106,12 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(models: Sequence[Mapping[str, Any]], environment: Environment | None) -> list[str | None]:
+def _ask(models: Sequence[Mapping[str, Any]], start_server: StartServer) -> list[str | None]:
     """Return each model's problem: None if it has none or was not checked in time, "" if it ended the child."""
     answers: list[str | None] = []
     ended: Ended | None = None
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    with contextlib.suppress(EnvironmentProblem), contextlib.closing(_server(environment)) as server:
+    with contextlib.suppress(EnvironmentProblem), start_server() as server:
         written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=PATIENCE_S)
         answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
     started, answers = bool(answers), answers[1:]
@@ -125,13 +121,6 @@ def _ask(models: Sequence[Mapping[str, Any]], environment: Environment | None) -
     elif unchecked:  # no model's fault: the trials will report what is missing
         print(f"{unchecked} of {len(models)} models cannot be checked now, and are queued unchecked", file=sys.stderr)
     return [*answers, *[None] * (len(models) - len(answers))]
-
-
-def _server(environment: Environment | None) -> ChildServer:
-    if environment is None:
-        return local_server("")
-    python, code = environment
-    return local_server("", {**os.environ, "PYTHONPATH": str(code)}, python=python, code=code)
 
 
 def problem_of(model: Mapping[str, Any]) -> str | None:

@@ -94,14 +94,14 @@ def test_an_unknown_name_of_a_library_has_near_names(here):
 def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
     lacking = {"old": {"torch.nn:New"}, "new": {"torch.nn:Removed"}, "newer": {"torch.nn:Removed", "torch.nn:New"}}
 
-    def answers(models, environment):
-        return ["none" if model["name"] in lacking[environment] else None for model in models]
+    def answers(models, server):
+        return ["none" if model["name"] in lacking[server] else None for model in models]
 
     monkeypatch.setattr(model_check, "_ask", answers)
     spaces = [zoo(["torch.nn:New", "torch.nn:Removed"])]
-    require_models(spaces, environments=["old", "new"])
+    require_models(spaces, servers=["old", "new"])
     with pytest.raises(UsageError, match=r"^none$"):
-        require_models(spaces, environments=["new", "newer"])
+        require_models(spaces, servers=["new", "newer"])
 
 
 def test_code_of_ones_own_is_not_checked_where_estimates_cannot_be_imported(here, monkeypatch):
