@@ -68,7 +68,7 @@ class Events:
         self._has_warned = False
 
     @classmethod
-    def open(cls, settings: LogSettings, data: Path | None = None) -> Events:
+    def open(cls, settings: LogSettings, data: Path) -> Events:
         """Open the log. Raises `CommandError` if the file cannot be written, or belongs to a data folder.
 
         `data` is a data folder whose own files are refused as hard links, too: lines are added to them in place.
@@ -115,12 +115,12 @@ class Events:
             handler.close()
 
 
-def _file_handler(file: str, settings: LogSettings, data: Path | None) -> logging.Handler:
+def _file_handler(file: str, settings: LogSettings, data: Path) -> logging.Handler:
     """Return a handler with a rotated file; a device or a pipe is not rotated."""
     try:
         Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         output = checked_output(file, key=_KEY)
-        if data is not None and is_link_of_own(output.path, data):
+        if is_link_of_own(output.path, data):
             owned = f"it is a file of the data folder {data}; choose a place outside"
             raise UsageError(f"{_KEY}={file} cannot be written: {owned}")
         if not output.is_plain:

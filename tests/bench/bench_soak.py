@@ -91,7 +91,7 @@ def run(tasks: int = 100_000) -> dict[str, float]:
         data = DataFolder.resolve(folder).create()
         with (
             Queue.open(data.queue, backoff_s=0.01) as queue,
-            Events.open(LogSettings(file=str(Path(folder, "farm.jsonl")), max_mib=1)) as events,
+            Events.open(LogSettings(file=str(Path(folder, "farm.jsonl")), max_mib=1), data.root) as events,
         ):
             submit(queue, tasks)
             service = Service(events=events, quiet=True)

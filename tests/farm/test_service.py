@@ -64,7 +64,7 @@ def ask(url):
 
 def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path):
     path = tmp_path / "a'; echo foo" / "farm.jsonl"
-    with Events.open(LogSettings(file=str(path))) as events:
+    with Events.open(LogSettings(file=str(path)), tmp_path / "data") as events:
         events.emit("landed", SPEC, worker="worker-0", status="ok", error=None)
     (event,) = lines(path)
     assert event.pop("time").endswith("+00:00")
@@ -81,7 +81,7 @@ def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path
 
 def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
     path = tmp_path / "farm.jsonl"
-    with Events.open(LogSettings(file=str(path), max_mib=0.001, keep=2)) as events:
+    with Events.open(LogSettings(file=str(path), max_mib=0.001, keep=2), tmp_path / "data") as events:
         for _ in range(100):
             events.emit("landed", SPEC, worker="worker-0", status="ok")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["farm.jsonl", "farm.jsonl.1", "farm.jsonl.2"]
@@ -91,7 +91,7 @@ def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
 def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
     submit(queue, 3)
     path = tmp_path / "farm.jsonl"
-    with Events.open(LogSettings(file=str(path))) as events:
+    with Events.open(LogSettings(file=str(path)), folder.root) as events:
         assert dispatch(folder, queue, Service(events=events), {1: ["lost"], 2: ["killed"] * 3})
     event_keys = [(event["event"], event.get("task"), event.get("status")) for event in lines(path)]
     assert event_keys.count(("retried", 1, None)) == 1 and event_keys.count(("retried", 2, None)) == 2
@@ -229,7 +229,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
 
 def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):
     path = tmp_path / "farm.jsonl"
-    with Events.open(LogSettings(file=str(path))) as events, hold_dispatcher_lock(folder.dispatcher_lock):
+    with Events.open(LogSettings(file=str(path)), folder.root) as events, hold_dispatcher_lock(folder.dispatcher_lock):
         service = Service(events=events)
         code = work(folder, queue, ClusterSettings(kind="inline"), wait=True, seconds=0.5, service=service)
     assert code == 130 and service.pulse.phase == "standby" and not service.pulse.ready
