@@ -81,11 +81,6 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
 
     # -- the bucket
 
-    def _arrived(self, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
-        self._streams.name([gradient_of(parameter)], UNREDUCED)
-        self._add(parameter)
-
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
         """Put a gradient into the bucket, which is reduced first if it has no room."""
@@ -216,6 +211,7 @@ class PartitionedRank(ZeroRank):
     # -- gradients
 
     def _arrived(self, parameter: Tensor) -> None:
+        """Handle a complete gradient."""
         if self._contiguous and not self._buffers:
             size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
             self._buffers = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from featurize.job.layout import Zero
 from featurize.operators.replacing import replaced
-from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from featurize.training.streams import OneStream, Streams
 from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of, one_type
@@ -84,6 +84,11 @@ class ZeroShardedRank(ZeroRank):
             self._add_master(make, copy.clone())
 
     # -- gradients
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Handle a complete gradient."""
+        self._streams.name([gradient_of(parameter)], UNREDUCED)
+        self._add(parameter)
 
     def _move(self, parameter: Tensor, *, fits: bool) -> None:
         self._reduces.wait_stream(self._streams.current_stream())
