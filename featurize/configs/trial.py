@@ -107,23 +107,30 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")
     cls = get_family(values.pop("family")).Config
-    known = _fields_of(cls)
-    if unknown := sorted(map(str, values.keys() - known.keys())):
-        raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    if missing := missing_fields(cls, values):
-        raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
+    if problem := problem_of_fields(cls, values):
+        raise UsageError(f"{cls.family}: {problem}")
     config: TrialConfig = cls(**values)
     return config
 
 
 @functools.cache  # needed for every leased task
 def _fields_of(cls: type) -> dict[str, bool]:
-    """Return the names of a config's fields, in their order, and whether each must have a value."""
+    """Return the names of a dataclass's fields, in their order, and whether each must have a value."""
     return {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
 
 
-def missing_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a config that have neither a value nor a default."""
+def problem_of_fields(cls: type, values: Mapping[Any, Any]) -> str | None:
+    """Return the problem of values whose names are unknown to a dataclass, or that lack one of its required fields."""
+    known = _fields_of(cls)
+    if unknown := sorted(str(name) for name in values if name not in known):
+        return f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+    if missing := missing_fields(cls, values):
+        return f"missing {', '.join(missing)}"
+    return None
+
+
+def missing_fields(cls: type, values: Mapping[Any, Any]) -> list[str]:
+    """Return the fields of a dataclass that have neither a value nor a default."""
     return [name for name, required in _fields_of(cls).items() if required and name not in values]
 
 

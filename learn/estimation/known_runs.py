@@ -10,7 +10,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -19,6 +19,7 @@ import numpy as np
 
 from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
+from featurize.configs.trial import problem_of_fields
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.job.training_settings import TRAINING_FIELDS, TrialConfig
 from learn.estimation.job_estimate import NEIGHBOUR, Estimate, Uncertainty, estimators_named, widest
@@ -124,21 +125,20 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
         advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
         raise UsageError(f"{_TAKES}; got {shown(given)}{advice}")
     runs = []
-    names = [field.name for field in fields(KnownRun)]
     for place, value in enumerate(given):
-        if isinstance(value, Mapping):
-            if unknown := [str(name) for name in value if name not in names]:
-                raise UsageError(f"known[{place}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
-            if missing := [name for name in ("batch_size", "memory_mib") if name not in value]:
-                raise UsageError(f"known[{place}]: missing {', '.join(missing)}")
-            try:
-                value = KnownRun(**value)
-            except UsageError as error:
-                raise UsageError(f"known[{place}]: {error}") from error
-        if not isinstance(value, KnownRun):
-            raise UsageError(f"known[{place}]: a mapping is wanted, got {type(value).__name__}")
-        runs.append(value)
+        try:
+            runs.append(value if isinstance(value, KnownRun) else _of_mapping(value))
+        except UsageError as error:
+            raise UsageError(f"known[{place}]: {error}") from error
     return tuple(runs)
+
+
+def _of_mapping(value: object) -> KnownRun:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"a mapping is wanted, got {type(value).__name__}")
+    if problem := problem_of_fields(KnownRun, value):
+        raise UsageError(problem)
+    return KnownRun(**value)
 
 
 def leaves_out(known: object) -> bool:
