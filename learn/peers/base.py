@@ -192,8 +192,13 @@ def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> dict[str, float
         return dict(peer.parts_mib(job, device))
 
 
+def _plain_reason(error: Exception) -> str:
+    advice = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
+    return advice or exception_line(error)
+
+
 @contextmanager
-def refused_by_any_error() -> Iterator[None]:
+def refused_by_any_error(reason_of: Callable[[Exception], str] = _plain_reason) -> Iterator[None]:
     """Turn any error into `CannotEstimate`, the last resort: a model may raise anything anywhere."""
     try:
         yield
@@ -202,8 +207,7 @@ def refused_by_any_error() -> Iterator[None]:
     except CommandError as error:  # its message already explains the job's problem
         raise CannotEstimate(str(error)) from error
     except Exception as error:
-        reason = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
-        raise CannotEstimate(reason or exception_line(error)) from error
+        raise CannotEstimate(reason_of(error)) from error
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
@@ -306,20 +310,17 @@ def leaf_outputs(
     return outputs
 
 
-@contextlib.contextmanager
+@contextmanager
 def explain_errors(doing: str) -> Iterator[None]:
     """Turn any error of the model into `CannotEstimate` that names the operator and the module."""
     operators = _Operators()
-    try:
-        with operators:
-            yield
-    except CannotEstimate:
-        raise
-    except CommandError as error:  # its message already explains the job's problem
-        raise CannotEstimate(str(error)) from error
-    except Exception as error:  # a model may raise anything
+
+    def reason_of(error: Exception) -> str:
         where = f" in operator {operators.failed}" if operators.failed else ""
-        raise CannotEstimate(f"{doing} fails{where}{_module_of(error)}: {exception_line(error)}") from error
+        return f"{doing} fails{where}{_module_of(error)}: {exception_line(error)}"
+
+    with refused_by_any_error(reason_of), operators:
+        yield
 
 
 def _module_of(error: Exception) -> str:
