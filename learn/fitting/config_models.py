@@ -20,7 +20,7 @@ from featurize.configs.space import parse_space
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.job.training_settings import FITTED_OPTIMIZERS, PRECISIONS
-from learn.estimators.protocol import LEVEL, Estimator, conformal_score
+from learn.estimators.protocol import LEVEL, Estimator, conformal_score, records_of
 from learn.estimators.tabular import LightGBMEstimator
 from learn.fitting.artifacts import BOUND, meta_of_fit
 from learn.job.training_job import Case
@@ -97,8 +97,9 @@ def labelled_rows(
         models: Target -> its estimator.
         names: Targets, and `BOUND` for memory's 99 % bound. Raises `KeyError` for one that has no labels.
     """
-    traced = [case for case in cases if steps.record(case).error is None]
-    labels = _without_input([steps.record(case).values for case in traced])
+    records, _ = records_of(cases, steps)
+    traced = [cases[place] for place in records]
+    labels = _without_input([record.values for record in records.values()])
     for target, model in models.items():
         prediction = model.predict(traced, steps)
         labels[target] = prediction.point

@@ -108,8 +108,7 @@ def plan(
     if all(row.fits is None for row in ordered):
         raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
-    limits = {estimate.limit_mib for estimate in searches.estimates.values() if estimate.limit_mib is not None}
-    limit_mib = min(limits, default=spec.memory_mib)
+    limit_mib = min((estimate.allowed_mib for estimate in searches.estimates.values()), default=spec.memory_mib)
     warnings = searches.estimates[best].warnings if best.fits else ()
     layout_plan = LayoutPlan(
         name=job.name,
