@@ -62,7 +62,7 @@ class BuildSettings(Checked):
 def build(settings: BuildSettings, progress: Progress) -> None:
     """Write the targets' models, if there are published rows, and those of `method=fast`, fitted to what these or the
     packaged ones say of sampled configurations, each traced once (0.1 to 0.3 s). Their folder appears whole or not at
-    all. Raises `UsageError` where files are missing or the models are too large."""
+    all. Raises `UsageError` where files are missing, or too few configurations of a family could be traced."""
     home, seed = Path(settings.out).resolve(), settings.seed
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:

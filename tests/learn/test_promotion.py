@@ -185,8 +185,8 @@ BINS = make_bins(ROWS.target, ROWS.label, ROWS.family)
 
 def compare(rows, bins, *predictions):
     """The comparison of two predictions: whether the second is worse, the figures of both, and the reason."""
-    found = compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
-    return SimpleNamespace(worse=found["decision"] == "kept", why=found["why"], **found["figures"])
+    verdict = compare_evaluations(*(judged(one, rows, bins, "hybrid", rows) for one in predictions))
+    return SimpleNamespace(worse=verdict["decision"] == "kept", why=verdict["why"], **verdict["figures"])
 
 
 def off_by(size, bound=1.0, rows=ROWS):
