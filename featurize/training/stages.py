@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conf.errors import UsageError
 from featurize.job.layout import EXAMPLE_STARTS, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.operators.replacing import replaced
+from featurize.operators.replacing import all_replaced
 from featurize.recording.block_record import BlockRecord, RecordMoment, Stretch
 from featurize.recording.deeper import container_of
 from featurize.recording.recorder import Recorder
@@ -344,9 +344,7 @@ class Stage:
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's whole forward pass, with its own hooks. It is not run on a copy, as members and hooks may
         read attributes of the model."""
-        with contextlib.ExitStack() as entered:
-            for name, value in self._own.items():
-                entered.enter_context(replaced(self.model, name, value))
+        with all_replaced((self.model, name, value) for name, value in self._own.items()):
             return self.model(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
