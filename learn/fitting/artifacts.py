@@ -45,7 +45,7 @@ FILES = "files"
 MODEL = "model"  # folder of the files that `Estimator.load` reads
 MOST_BYTES, MOST_UNPACKED_BYTES = 2**28, 2**30  # others may have written the folder
 _verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> its problem
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 class DamagedArtifact(EnvironmentProblem):
@@ -103,8 +103,8 @@ def verify_files(folder: Path, meta: Mapping[str, Any]) -> None:
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
     """Report a damaged version in one line on standard error, once a process, with the replacement `instead`."""
     line = f"{error}; {instead}"
-    if line not in _said:
-        _said.add(line)
+    if line not in _reported:
+        _reported.add(line)
         print(line, file=sys.stderr)
 
 

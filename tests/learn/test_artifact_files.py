@@ -45,7 +45,7 @@ def fitted(tmp_path_factory):
 def data(fitted, tmp_path, monkeypatch):
     """A copy of one's own to damage; nothing is remembered of others."""
     monkeypatch.setattr(artifact_files, "_verified", {})
-    monkeypatch.setattr(artifact_files, "_said", set())
+    monkeypatch.setattr(artifact_files, "_reported", set())
     monkeypatch.setattr(artifact_files, "MOST_UNPACKED_BYTES", 2**25)
     shutil.copytree(fitted, tmp_path / "b'; echo", symlinks=True)
     return tmp_path / "b'; echo"
