@@ -20,6 +20,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import UsageError
 from featurize.configs.trial import TrialConfig, canonical_json
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
+from featurize.job.training_settings import sharing_problem, training_of
 from learn.job.inputs import DEFAULT_DTYPE, batch_size_of, maker_of_batch, samples_of, torch_dtype, with_batch_size
 
 if TYPE_CHECKING:
@@ -128,7 +129,6 @@ class TrainingJob:
 
     def loading_ms(self, trace: StepTrace) -> float:
         """Return the time in ms that a plain loop takes to load the batches of a step."""
-        from featurize.job.training_settings import training_of
         from featurize.timing.step_time import input_ms
 
         return input_ms(trace, self.batch_size, training_of(self.settings).accumulation)
@@ -143,8 +143,6 @@ class TrainingJob:
 
 def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
     """Raise `UsageError` for settings that are not supported on several ranks."""
-    from featurize.job.training_settings import sharing_problem, training_of
-
     training = training_of(job.settings)
     by_stages = {
         "compile": training.compile,
