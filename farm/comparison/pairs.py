@@ -141,17 +141,20 @@ def environment_server(python: Path, code: Path) -> Iterator[ChildServer]:
         raise UsageError(reason.partition(";")[0] if is_late else _last_line(reason)) from error
 
 
-def ask_environment(server: ChildServer, function: str, question: Any, time_limit_s: float = math.inf) -> Any:
+def ask_environment(
+    server: ChildServer, function: str, question: Mapping[str, Any] | None, time_limit_s: float = math.inf
+) -> dict[str, Any]:
     """Return the answer of `farm.comparison.traced_operators:FUNCTION`. Raises `UsageError` with its last line."""
     asked = json.dumps(question).encode()
-    answer, ended = server.ask(f"farm.comparison.traced_operators:{function}", None, asked, time_limit_s=time_limit_s)
+    written, ended = server.ask(f"farm.comparison.traced_operators:{function}", None, asked, time_limit_s=time_limit_s)
     if ended is None:
         raise UsageError("its process was killed")
     if ended.limit == TIME:
         raise UsageError(f"it did not answer within {time_limit_s:.0f} s")
     if ended.code != 0:
         raise UsageError(_last_line(ended.output) or f"it ended with exit code {ended.code}")
-    return json.loads(answer)
+    answer: dict[str, Any] = json.loads(written)
+    return answer
 
 
 def _last_line(text: str) -> str:

@@ -100,8 +100,7 @@ def traced(
 
             def trace(part: list[str]) -> dict[str, dict[str, Any]]:
                 wanted = {"device": spec.to_mapping(), "configs": {key: configs[key] for key in part}}
-                answer: dict[str, dict[str, Any]] = ask_environment(server, "trace_steps", wanted)
-                return answer
+                return ask_environment(server, "trace_steps", wanted)
 
             for traced_part in pool.map(trace, parts):
                 records |= traced_part
