@@ -83,7 +83,7 @@ def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(service, explored
     assert HOSTILE in parsed.text
 
 
-@pytest.mark.parametrize("of_a_kind", [2, pytest.param(40, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("of_a_kind", [4, pytest.param(40, marks=pytest.mark.wide)])
 def test_every_kind_of_link_leads_to_a_page(service, of_a_kind):
     """Links of one kind have the same folder and as many keys in their query; each whole list is a kind of its own."""
     followed, waiting = {}, ["/"]
