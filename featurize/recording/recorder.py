@@ -427,7 +427,7 @@ def _adds_in_place(args: tuple[Any, ...], alone: tuple[int, int] | None) -> bool
     old, new = args
     if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype:
         return False
-    # Its elements fill its memory without gaps or overlaps, in any order of dimensions.
+    # Without gaps, in any order of dimensions; overlaps are views', whose memory others hold.
     return span(old) == old.numel() and _references(old) == alone
 
 
