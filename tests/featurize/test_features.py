@@ -47,19 +47,19 @@ def test_features_are_finite_numbers_or_text_of_the_same_columns_and_those_of_ea
 @pytest.mark.parametrize("family", family_names())
 def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
     for config in sampled(family, 5):
-        found, plan = scalar_features(config), layers_of(config)
+        table, plan = scalar_features(config), layers_of(config)
         for name, value in config.to_mapping().items():
             if isinstance(value, str | int | float):
-                assert found[name] == value
+                assert table[name] == value
         sums = totals(plan)
         for name in ("layers", "parameters", "output_elements", "flops"):
-            assert found[name] == getattr(sums, name)
-        assert found["batch_output_elements"] == config.batch_size * sums.output_elements
-        assert found["rough_memory_mib"] == rough_memory_mib(plan, config.batch_size, config.optimizer)
+            assert table[name] == getattr(sums, name)
+        assert table["batch_output_elements"] == config.batch_size * sums.output_elements
+        assert table["rough_memory_mib"] == rough_memory_mib(plan, config.batch_size, config.optimizer)
         for prefix, total in (("count", sums.layers), ("elements", sums.output_elements)):
-            assert sum(found[f"{prefix}_{kind}"] for kind in features.KINDS) == total
+            assert sum(table[f"{prefix}_{kind}"] for kind in features.KINDS) == total
         if family in ("mlp", "cnn", "transformer"):
-            assert found["count_other"] == 0
+            assert table["count_other"] == 0
 
 
 def test_group_key_ignores_batch_size_training_settings_and_dropout():
@@ -171,24 +171,24 @@ def by_batch(name, training_loop=False):
 @pytest.mark.parametrize("training_loop", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
-    of_networks = [{k: v for k, v in found.items() if k.startswith("net_")} for found in by_batch(name, training_loop)]
+    of_networks = [{k: v for k, v in table.items() if k.startswith("net_")} for table in by_batch(name, training_loop)]
     first, *others = of_networks
     assert len(first) > 60
-    for batch, found in zip(BATCHES[1:], others, strict=True):
-        assert {key: (first[key], value) for key, value in found.items() if value != first[key]} == {}, batch
+    for batch, table in zip(BATCHES[1:], others, strict=True):
+        assert {key: (first[key], value) for key, value in table.items() if value != first[key]} == {}, batch
 
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_job_takes_grows_with_the_batch(name):
-    found = by_batch(name)
+    tables = by_batch(name)
     large = traced_features(dataclasses.replace(CONFIGS[name], batch_size=1024))
     for key in (*MEMORY, *TIMES):
-        values = [one[key] for one in (*found, large)]
+        values = [one[key] for one in (*tables, large)]
         assert values == sorted(values), key  # segments and launches may hide what a few samples more take
         assert key in TIMES or values[0] < values[-1], key
-    assert [one["job_log_batch"] for one in found] == [math.log2(batch) for batch in BATCHES]
-    assert len({one["job_weights_mib"] for one in found}) == len({one["job_outside_mib"] for one in found}) == 1
+    assert [one["job_log_batch"] for one in tables] == [math.log2(batch) for batch in BATCHES]
+    assert len({one["job_weights_mib"] for one in tables}) == len({one["job_outside_mib"] for one in tables}) == 1
 
 
 @pytest.mark.spread(6)
@@ -197,9 +197,9 @@ def test_features_and_graphs_are_finite_and_features_have_the_same_columns_for_e
     columns = list(by_batch("mlp")[0])
     config = small_config(family, 0)
     trace, v100 = trace_config(config, device=A100), load_device("V100-SXM2-32GB")
-    for found in (features_of(trace, config, A100), traced_features(config, v100, training_loop=True)):
-        assert list(found) == columns and all(math.isfinite(value) for value in found.values())
-        shares = [value for name, value in found.items() if name.startswith(("net_share_", "job_share_"))]
+    for table in (features_of(trace, config, A100), traced_features(config, v100, training_loop=True)):
+        assert list(table) == columns and all(math.isfinite(value) for value in table.values())
+        shares = [value for name, value in table.items() if name.startswith(("net_share_", "job_share_"))]
         assert min(shares) >= -1e-9 and max(shares) <= 1 + 1e-9
     graph = opgraph(trace, A100, config)
     assert np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
@@ -210,13 +210,13 @@ def test_features_and_graphs_are_finite_and_features_have_the_same_columns_for_e
 
 
 def test_counts_and_sizes_are_those_of_the_network():
-    (found, *_) = by_batch("mlp")
+    (table, *_) = by_batch("mlp")
     plain = CONFIGS["mlp"]
     trace = trace_config(plain)
-    assert found["net_log_parameters"] == math.log2(1 + trace.parameters)
-    assert found["net_share_flops_matmul"] > 0.9 and found["net_count_convolution"] == 0
+    assert table["net_log_parameters"] == math.log2(1 + trace.parameters)
+    assert table["net_share_flops_matmul"] > 0.9 and table["net_count_convolution"] == 0
     deeper = traced_features(dataclasses.replace(plain, depth=plain.depth + 1))
-    assert deeper["net_count_matmul"] == found["net_count_matmul"] + 1
+    assert deeper["net_count_matmul"] == table["net_count_matmul"] + 1
     assert by_batch("cnn")[0]["net_convolutions_3x3"] == 5
     attends = by_batch("transformer")[0]
     assert attends["net_log_tokens"] == math.log2(1 + 24) and attends["net_head_size"] == 32
