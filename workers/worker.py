@@ -32,7 +32,6 @@ from workers.trial.server_client import (
     MpsDaemon,
     MpsUnavailable,
     RunningTrial,
-    TrialRun,
     TrialServer,
     kernel_oom_kills,
     kernels_missing,
@@ -232,7 +231,7 @@ class Worker:
             kernels=self._profiles(task),
             ranks=task.config.ranks,
         )
-        return self.server().start_trial(described, reader, limit_mib / members)
+        return RunningTrial(self.server(), described, reader, limit_mib / members, task.settings, self.slots)
 
     def _profiles(self, task: Task) -> bool:
         """Return whether the trial reports its kernels. Real ranks do not: their steps would wait for each other."""
@@ -263,28 +262,6 @@ class Worker:
             "device": self._choice.to_mapping(),
             "slots": [dataclasses.asdict(slot) for slot in self.slots],
         }
-
-    def follow(
-        self,
-        task: Task,
-        trial: RunningTrial,
-        observed: Observed,
-        deadline_ns: int,
-        tick_s: float,
-        partners: Sequence[int] = (),
-    ) -> TrialRun:
-        """Begin to watch and listen to a process; `partners` are the pids of the trials beside it."""
-        return TrialRun(
-            trial,
-            task.settings,
-            self.slots,
-            task.config.ranks,
-            observed,
-            deadline_ns,
-            tick_s,
-            sampled=self.device.sampled,
-            partners=partners,
-        )
 
     def read_before(self, task: Task, observed: Observed) -> None:
         """Read the kernel's count of out-of-memory kills and each GPU's memory in use, before the trial starts."""
@@ -434,7 +411,6 @@ def _run_members(
     is_group, timeout_ns = len(specs) > 1, int(specs[0].settings.timeout_s * 1e9)
     tick_s = _MEMBER_TICK_S if is_group else _TICK_S
     trials: list[RunningTrial] = []
-    runs: list[TrialRun] = []
     try:
         for place, (spec, observed) in enumerate(zip(specs, records, strict=True)):
             worker.read_before(spec, observed)
@@ -443,44 +419,42 @@ def _run_members(
                 trials.append(worker.start_trial(spec, described, members=len(specs)))
             else:
                 trials.append(worker.take_trial(spec, observed))
-        for spec, observed, trial in zip(specs, records, trials, strict=True):
+        for observed, trial in zip(records, trials, strict=True):
             partners = [other.pid for other in trials if other is not trial]
-            runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, tick_s, partners))
+            trial.watch(observed, clock.t0_ns + timeout_ns, tick_s, partners)
         is_open = not (is_group and worker.device.sampled)  # a single trial, or one in virtual time, waits for no other
-        while any(run.living for run in runs):
-            for run in [run for run in runs if run.living]:
-                event = run.step()
+        while any(trial.living for trial in trials):
+            for trial in [trial for trial in trials if trial.living]:
+                event = trial.step()
                 if event == "window":
                     worker.prepare(upcoming)
                 elif event == "failed":
-                    run.dismiss()
-            is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
+                    trial.dismiss()
+            is_open = _direct(trials, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
     finally:
-        for run in runs:
-            run.close()
         for trial in trials:
             trial.close()
 
 
-def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
+def _direct(trials: Sequence[RunningTrial], is_open: bool, warm_by_ns: int) -> bool:
     """Open the windows once all living trials are warm, and dismiss all once each has reported.
 
     Returns whether the windows are open.
     """
-    waiting = [run for run in runs if not run.reported]
+    waiting = [trial for trial in trials if not trial.reported]
     if not is_open and waiting:
-        cold = [run for run in waiting if not run.observed.warm]
+        cold = [trial for trial in waiting if not trial.observed.warm]
         if not cold:
             is_open = True
-            for run in waiting:
-                run.trial.tell("open")
+            for trial in waiting:
+                trial.tell("open")
         elif time.monotonic_ns() > warm_by_ns:
-            for run in cold:
-                run.trial.leave_by_ns = time.monotonic_ns()
+            for trial in cold:
+                trial.leave_by_ns = time.monotonic_ns()
     if not waiting:
-        for run in runs:
-            if run.observed.broken is None:  # a broken one is killed instead
-                run.dismiss()
+        for trial in trials:
+            if trial.observed.broken is None:  # a broken one is killed instead
+                trial.dismiss()
     return is_open
 
 

@@ -1,8 +1,8 @@
 """The worker's side of trials: their server, a running trial with its sensors, and its outcome.
 
-Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
-another. `TrialRun` listens to one trial and runs the sensors of its process and of each rank. `Observed` (in `reports`)
-records both, and `outcome_of` derives the status.
+Start reading at `RunningTrial`, which forks a trial, listens to it, and runs the sensors of its process and of each
+rank. `Observed` (in `reports`) records both, and `outcome_of` derives the status. A server that dies or stops answering
+raises `ServerLost`; the caller starts another.
 
 `MpsDaemon` is CUDA's multi-process service (MPS), started for one worker's GPU and ended with its trial server. Under
 MPS, kernels of several processes run side by side; without it they take turns. The service is part of the driver:
@@ -22,13 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.children.containment import descendants_of, line_of
 from conf.children.keeper import MEMORY, Ended, receive
-from conf.children.running import Child, ChildServer, ServerLost
+from conf.children.running import ChildServer, ServerLost
 from conf.files.identity import OWNER_FILE, identity
 from conf.plain_text import OUTPUT_STARTS, safe_text
 from workers.devices import Slot
@@ -55,92 +54,6 @@ _PATIENCE_S = 20.0
 FOLDER_PREFIX = "gpufarm-trial-mps-"
 
 
-@dataclass
-class RunningTrial:
-    """A running trial: its process, and the socket on which it reports."""
-
-    server: TrialServer
-    child: Child
-    channel: socket.socket
-    memory_limit_mib: float
-    reader: ReportReader
-    leave_by_ns: int | None = None  # monotonic time at which a trial that still runs is killed
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    def close(self) -> None:
-        """Close the sockets to the trial."""
-        self.channel.close()
-        self.child.line.close()
-
-    def outgrew_memory(self) -> bool:
-        """Return whether the keeper has reported that it ended the trial at its memory limit; never waits."""
-        while self.child.ended is None and select.select([self.child], [], [], 0)[0]:
-            self.child.has_ended()
-        return self.child.ended is not None and self.child.ended.limit == MEMORY
-
-    def events(self, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
-        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
-
-        The trial and its processes are killed at `deadline_ns` or `leave_by_ns` (monotonic), after a broken report, or
-        half a minute after `bye`.
-        """
-        channel_open, over, killed, reads_after_exit = True, False, False, 0
-        next_tick_ns = time.monotonic_ns()
-        while True:
-            now_ns = time.monotonic_ns()
-            if not killed and self.leave_by_ns is not None:
-                deadline_ns = min(deadline_ns, self.leave_by_ns)
-            overdue = now_ns >= deadline_ns
-            observed = self.reader.observed
-            if not killed and (observed.broken is not None or overdue):
-                killed, observed.timed_out = True, overdue
-                self.child.end()
-                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
-            elif killed and overdue and not over:
-                raise ServerLost("a killed trial did not end")
-            if now_ns >= next_tick_ns:  # also while the trial reports without a pause
-                next_tick_ns = now_ns + int(tick_s * 1e9)
-                yield None
-            waiting: list[Any] = [*([self.channel] if channel_open else []), *([] if over else [self.child])]
-            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
-            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
-            if channel_open and self.channel in readable:
-                data = receive(self.channel, _RECEIVE_BYTES)
-                reads_after_exit += over
-                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
-                yield from self.reader.feed(data)  # read all reports before the exit
-            elif self.child in readable:
-                over = self._has_ended()
-            elif over:
-                assert self.child.ended is not None
-                yield self.child.ended
-                return
-
-    def tell(self, word: str) -> None:
-        """Send `go`, `steady`, `open` or `bye` to the trial (see `body`); no effect once it has ended."""
-        if word == "bye":
-            self.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
-        with contextlib.suppress(OSError):
-            self.channel.sendall(word.encode() + b"\n")
-
-    def discard(self) -> None:
-        """Kill a prepared trial that is not needed, and wait until it has ended. Raises `ServerLost`."""
-        self.child.end()
-        try:
-            self.child.wait(_ANSWER_TIMEOUT_S)
-        finally:
-            self.close()
-
-    def _has_ended(self) -> bool:
-        try:
-            return self.child.has_ended()
-        except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.server.output_suffix()}") from lost
-
-
 class TrialServer(ChildServer):
     """One trial server process. Use from one thread; `close` is safe at any time."""
 
@@ -152,27 +65,6 @@ class TrialServer(ChildServer):
         # NumPy's OpenBLAS would start threads at import, but a process that forks must have a single thread.
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
         super().__init__([python, "-m", "workers.trial.trial_server"], variables, keeps_output=True)
-
-    def start_trial(self, trial: dict[str, Any], reader: ReportReader, memory_limit_mib: float) -> RunningTrial:
-        """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
-
-        With `trial["ahead"]` the child prepares and waits for `tell("go")`. It is ended when it takes more than
-        `memory_limit_mib` of host memory.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with theirs:
-                child = self.start(
-                    "workers.trial.trial_server:run",
-                    trial,
-                    theirs,
-                    memory_limit_bytes=memory_limit_mib * 2**20,
-                    imports=modules_of_trace(trial["config"]),
-                )
-        except BaseException:
-            ours.close()
-            raise
-        return RunningTrial(self, child, ours, memory_limit_mib, reader)
 
 
 class MpsUnavailable(RuntimeError):
@@ -313,49 +205,82 @@ def _ending(code: int) -> str:
     return f"code {code}" if code >= 0 else _SIGNALS.get(-code, f"SIG{-code}")
 
 
-class TrialRun:
-    """Listens to one trial while sensors sample its processes, and records both.
+class RunningTrial:
+    """A trial's process, the socket on which it reports, and from `watch` on the sensors of its processes.
 
     Each of several ranks has its own sensors, whose samples carry its number; another one reads the whole process tree.
     The figures of the first rank decide when the window ends.
 
     Args:
-        trial: The trial's process.
+        server: The trial server, which forks a child.
+        trial: A JSON-able mapping, see `body.run_trial`. With `ahead` the child prepares and waits for `tell("go")`.
+        reader: Reads the trial's reports.
+        memory_limit_mib: Host memory beyond which the trial is ended.
         settings: The trial's settings.
         slots: The worker's slots: one, or one for each rank.
-        ranks: Number of processes that train.
-        observed: Receives the trial's reports, the sensors' readings, and the reasons for missing ones.
-        deadline_ns: Monotonic time at which the trial is killed.
-        tick_s: Longest time that `step` waits.
-        sampled: Whether the device is sampled.
-        partners: Processes of trials that run beside it, which do not count as others on the device.
     """
 
     def __init__(
         self,
-        trial: RunningTrial,
+        server: TrialServer,
+        trial: dict[str, Any],
+        reader: ReportReader,
+        memory_limit_mib: float,
         settings: TrialSettings,
         slots: Sequence[Slot],
-        ranks: int,
-        observed: Observed,
-        deadline_ns: int,
-        tick_s: float,
-        *,
-        sampled: bool,
-        partners: Sequence[int] = (),
     ) -> None:
-        self.trial, self.observed = trial, observed
-        self._settings, self._slots, self._sampled, self._partners = settings, slots, sampled, tuple(partners)
-        trial.reader.observed = observed
-        observed.missing = {}
-        tree_sources = tuple(source for source in settings.telemetry.sources if source == _TREE_SOURCE)
-        sources = tree_sources if ranks > 1 else settings.telemetry.sources
-        self._whole = self._start_sampler(sources, slots[0].device_uuid, trial.pid)
-        self._of_ranks: list[TelemetrySampler] = []
-        self._follower = self._make_follower()
-        self._events = trial.events(deadline_ns, tick_s)
+        self._server, self._reader, self._memory_limit_mib = server, reader, memory_limit_mib
+        self._settings, self._slots, self._sampled = settings, slots, not reader.virtual
+        self._partners: tuple[int, ...] = ()
+        self._samplers: list[TelemetrySampler] = []  # of the whole trial, then of each of several ranks
         self._steady_sent = self._dismissed = False
+        self.leave_by_ns: int | None = None  # monotonic time at which a trial that still runs is killed
         self.living = True
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                self._child = server.start(
+                    "workers.trial.trial_server:run",
+                    trial,
+                    theirs,
+                    memory_limit_bytes=memory_limit_mib * 2**20,
+                    imports=modules_of_trace(trial["config"]),
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def observed(self) -> Observed:
+        """Return the record of the trial's reports, the sensors' readings, and the reasons for missing ones."""
+        return self._reader.observed
+
+    def outgrew_memory(self) -> bool:
+        """Return whether the keeper has reported that it ended the trial at its memory limit; never waits."""
+        while self._child.ended is None and select.select([self._child], [], [], 0)[0]:
+            self._child.has_ended()
+        return self._child.ended is not None and self._child.ended.limit == MEMORY
+
+    def watch(self, observed: Observed, deadline_ns: int, tick_s: float, partners: Sequence[int]) -> None:
+        """Begin to listen to the trial and to sample its processes.
+
+        Args:
+            observed: Receives what is observed.
+            deadline_ns: Monotonic time at which the trial is killed.
+            tick_s: Longest time that `step` waits.
+            partners: Processes of trials that run beside it, which do not count as others on the device.
+        """
+        self._reader.observed, self._partners = observed, tuple(partners)
+        sources = self._settings.telemetry.sources
+        if self._reader.ranks > 1:
+            sources = tuple(source for source in sources if source == _TREE_SOURCE)
+        self._start_sampler(sources, self._slots[0].device_uuid, self.pid)
+        self._follow()
+        self._events = self._events_until(deadline_ns, tick_s)
 
     @property
     def reported(self) -> bool:
@@ -370,7 +295,7 @@ class TrialRun:
         if isinstance(event, Ended):
             observed.exit, self.living = event, False
             if event.used_bytes is not None:
-                limit = f"trial.host_memory_limit_mib={self.trial.memory_limit_mib:.0f}"
+                limit = f"trial.host_memory_limit_mib={self._memory_limit_mib:.0f}"
                 observed.killed_for = f"its {event.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
             elif -signal.SIGKILL in (event.code, exit_code(observed)) and kernel_oom_kills() > observed.oom_kills:
                 observed.killed_for = "the kernel's out-of-memory killer"
@@ -386,22 +311,22 @@ class TrialRun:
         if event in (None, "window") and not self._steady_sent:
             self._steady_sent = self._updated_follower().steady(time.monotonic_ns())
             if self._steady_sent:
-                self.trial.tell("steady")
+                self.tell("steady")
         return event
 
     def dismiss(self) -> None:
         """Take last samples while the trial holds its memory, then send `bye`."""
         if self.living and not self._dismissed:
             self._dismissed = True
-            for sampler in (self._whole, *self._of_ranks):
+            for sampler in self._samplers:
                 sampler.wind_up(self.observed.window_end_ns)
-            self.trial.tell("bye")
+            self.tell("bye")
 
     def close(self) -> None:
-        """End the sensors and record their readings."""
-        observed, reader = self.observed, self.trial.reader
-        ranks: list[int | None] = [None, *range(len(self._of_ranks))]
-        for sampler, rank in zip((self._whole, *self._of_ranks), ranks, strict=True):
+        """End the sensors, record their readings, and close the sockets."""
+        observed, reader = self.observed, self._reader
+        for place, sampler in enumerate(self._samplers):
+            rank = place - 1 if place else None
             samples = sampler.stop(observed.window_end_ns)
             observed.samples += [(name, dataclasses.replace(sample, rank=rank)) for name, sample in samples]
             for name, reason in sampler.missing.items():
@@ -412,36 +337,35 @@ class TrialRun:
                 "nvml.process_memory_mib",
                 "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
             )
-        self.trial.close()
         if reader.readings_left_out:
             source = "simulated" if reader.virtual else "torch"
             observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
+        self._channel.close()
+        self._child.line.close()
 
     def _watch_ranks(self) -> None:
         """Start the sensors of the ranks' processes; a process that is not the trial's is not watched."""
-        descendants = set(descendants_of(self.trial.pid)) if self._sampled else set()
+        descendants = set(descendants_of(self.pid)) if self._sampled else set()
         for rank, pid in enumerate(self.observed.rank_pids):
             if pid not in descendants:  # it has ended, or belongs to somebody else
                 self.observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
-                pid = self.trial.pid
+                pid = self.pid
             uuid = self._slots[rank % len(self._slots)].device_uuid
-            self._of_ranks.append(self._start_sampler(self._settings.telemetry.sources, uuid, pid))
-        self._follower = self._make_follower()
+            self._start_sampler(self._settings.telemetry.sources, uuid, pid)
+        self._follow()
 
-    def _make_follower(self) -> TargetFollower:
-        telemetry = self._settings.telemetry
-        return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
+    def _follow(self) -> None:
+        """Follow the figures that decide when the window ends: the first rank's, or the whole trial's without ranks."""
+        period_s = self._settings.telemetry.period_s
+        self._decisive = self._samplers[:2][-1]
+        self._follower = TargetFollower(self._settings.window, self._decisive.sensor_names, period_s)
 
     def _updated_follower(self) -> TargetFollower:
         """Give the follower the samples so far, and return it."""
         self._follower.add(self._decisive.new_samples())
         return self._follower
 
-    @property
-    def _decisive(self) -> TelemetrySampler:
-        return self._of_ranks[0] if self._of_ranks else self._whole
-
-    def _start_sampler(self, sources: Sequence[str], uuid: str | None, pid: int) -> TelemetrySampler:
+    def _start_sampler(self, sources: Sequence[str], uuid: str | None, pid: int) -> None:
         telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
         sensors: tuple[Sensor, ...] = ()
         if self._sampled:
@@ -453,4 +377,63 @@ class TrialRun:
                 sensor.ignore(self._partners)
         sampler = TelemetrySampler(sensors, telemetry.period_s)
         sampler.start()
-        return sampler
+        self._samplers.append(sampler)
+
+    def _events_until(self, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
+        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
+
+        The trial and its processes are killed at `deadline_ns` or `leave_by_ns` (monotonic), after a broken report, or
+        half a minute after `bye`.
+        """
+        channel_open, over, killed, reads_after_exit = True, False, False, 0
+        next_tick_ns = time.monotonic_ns()
+        while True:
+            now_ns = time.monotonic_ns()
+            if not killed and self.leave_by_ns is not None:
+                deadline_ns = min(deadline_ns, self.leave_by_ns)
+            overdue = now_ns >= deadline_ns
+            observed = self.observed
+            if not killed and (observed.broken is not None or overdue):
+                killed, observed.timed_out = True, overdue
+                self._child.end()
+                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
+            elif killed and overdue and not over:
+                raise ServerLost("a killed trial did not end")
+            if now_ns >= next_tick_ns:  # also while the trial reports without a pause
+                next_tick_ns = now_ns + int(tick_s * 1e9)
+                yield None
+            waiting: list[Any] = [*([self._channel] if channel_open else []), *([] if over else [self._child])]
+            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
+            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
+            if channel_open and self._channel in readable:
+                data = receive(self._channel, _RECEIVE_BYTES)
+                reads_after_exit += over
+                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
+                yield from self._reader.feed(data)  # read all reports before the exit
+            elif self._child in readable:
+                over = self._has_ended()
+            elif over:
+                assert self._child.ended is not None
+                yield self._child.ended
+                return
+
+    def tell(self, word: str) -> None:
+        """Send `go`, `steady`, `open` or `bye` to the trial (see `body`); no effect once it has ended."""
+        if word == "bye":
+            self.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
+        with contextlib.suppress(OSError):
+            self._channel.sendall(word.encode() + b"\n")
+
+    def discard(self) -> None:
+        """Kill a prepared trial that is not needed, and wait until it has ended. Raises `ServerLost`."""
+        self._child.end()
+        try:
+            self._child.wait(_ANSWER_TIMEOUT_S)
+        finally:
+            self.close()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._child.has_ended()
+        except ServerLost as lost:
+            raise ServerLost(f"{lost}{self._server.output_suffix()}") from lost
