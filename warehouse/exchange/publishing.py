@@ -159,6 +159,7 @@ _ALWAYS = {
     "telemetry": ("run_id", "t_ms"),
     **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
+_IMPORTED = tuple(kind for kind, detail in DETAILS.items() if detail.imported)  # rows of these need no run
 _JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
 _CHUNK_RUNS = 2_000
 _TOLD = ("citation", "creators", "url", "version")  # reported if missing
@@ -331,13 +332,9 @@ def _write_tables(
         runs = list(_write_runs(connection, chosen, settings, write))
         if not runs:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
-        for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
-            order = DETAILS[kind].row_id
-            imported = connection.sql(f"FROM {kind} WHERE source = 'imported' ORDER BY {order}").to_arrow_table()
-            if "imported" in settings.sources:
-                write(kind, imported)
-            elif imported.num_rows:
-                report.left_out.append(f"{imported.num_rows:,} {kind}: source imported")
+        for kind in _IMPORTED if "imported" in settings.sources else ():
+            imported = f"FROM {kind} WHERE source = 'imported' ORDER BY {DETAILS[kind].row_id}"
+            write(kind, connection.sql(imported).to_arrow_table())
         write("jobs", _jobs(connection, {run["job_id"] for run in runs}))
     return runs
 
@@ -378,6 +375,9 @@ def _count_left_out(connection: WarehouseConnection, chosen: str, report: Publis
     ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
     if attempts:
         report.left_out.append(f"{attempts:,} runs: attempts whose labels were not trusted, measured again")
+    for kind in _IMPORTED:
+        rows = connection.execute(f"SELECT count(*) FROM {kind} WHERE source = 'imported' AND NOT {chosen}")
+        report.left_out += [f"{count:,} {kind}: source imported" for (count,) in rows.fetchall() if count]
 
 
 def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
