@@ -73,14 +73,16 @@ class Output:
     is_plain: bool  # a regular file, which is replaced in one step; False for devices, pipes and standard output
 
 
-def checked_output(out: str | os.PathLike[str], *, key: str = "out") -> Output:
+def checked_output(out: str | os.PathLike[str], *, key: str = "out", data: Path | None = None) -> Output:
     """Resolve `out` and check that it can be written, before any work is done.
+
+    A file that is written in place must also be no hard link of a file of `data`, a data folder.
 
     Raises:
         UsageError: A folder, a file in a missing folder, or a data folder's own file.
         EnvironmentProblem: The file cannot be written.
     """
-    output = _output(out, key)
+    output = _output(out, key, data)
     if not output.is_plain:
         return output
     if not output.path.parent.is_dir():
@@ -107,7 +109,7 @@ def _try_to_write(path: Path) -> None:
         pass
 
 
-def _output(out: str | os.PathLike[str], key: str) -> Output:
+def _output(out: str | os.PathLike[str], key: str, data: Path | None = None) -> Output:
     given = os.fspath(out)
 
     def refused(why: str) -> UsageError:
@@ -124,6 +126,8 @@ def _output(out: str | os.PathLike[str], key: str) -> Output:
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise refused("it is a folder")
     owner = _owner(real)
+    if owner is None and data is not None and status is not None and _is_link_of_own(status, data):
+        owner = data
     if owner is not None:
         raise refused(f"it is a file of the data folder {owner}; choose a place outside")
     descriptor = None if status is None else _standard_descriptor(status)
@@ -199,10 +203,9 @@ def _owner(path: Path) -> Path | None:
     return None
 
 
-def is_link_of_own(path: Path, data: Path) -> bool:
-    """Return whether the file is a hard link of one of the data folder's own files."""
-    status = _status(path)
-    if status is None or status.st_nlink == 1:
+def _is_link_of_own(status: os.stat_result, data: Path) -> bool:
+    """Return whether the file with this status is a hard link of one of the data folder's own files."""
+    if status.st_nlink == 1:
         return False
     for folder, _, names in os.walk(data):
         for own in (Path(folder, name) for name in names):

@@ -27,7 +27,7 @@ import pyarrow as pa
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import checked_output, folder_problems, is_link_of_own, output_problems
+from conf.files.outputs import checked_output, folder_problems, output_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
@@ -119,10 +119,7 @@ def _file_handler(file: str, settings: LogSettings, data: Path) -> logging.Handl
     """Return a handler with a rotated file; a device or a pipe is not rotated."""
     try:
         Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        output = checked_output(file, key=_KEY)
-        if is_link_of_own(output.path, data):
-            owned = f"it is a file of the data folder {data}; choose a place outside"
-            raise UsageError(f"{_KEY}={file} cannot be written: {owned}")
+        output = checked_output(file, key=_KEY, data=data)
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
