@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from conf.plain_text import shown
 
-__all__ = ["CommandError", "EnvironmentProblem", "UsageError", "kept_from_exit", "shown", "unknown_name"]
+__all__ = [
+    "CommandError",
+    "EnvironmentProblem",
+    "UsageError",
+    "kept_from_exit",
+    "require_known",
+    "shown",
+    "unknown_name",
+]
 
 # Errors of this process, machine or disk rather than of a file's content: a later attempt may succeed.
 PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT)
@@ -47,6 +55,12 @@ class EnvironmentProblem(CommandError, RuntimeError):
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
     """Return the error for an unknown name, which lists the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")
+
+
+def require_known(place: str, names: Iterable[object], known: Sequence[str]) -> None:
+    """Raise `UsageError` for names that are not known, such as `device: unknown bckend; known: backend, count`."""
+    if unknown := [str(name) for name in names if name not in known]:
+        raise UsageError(f"{place}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
 
 
 @contextlib.contextmanager

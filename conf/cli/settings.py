@@ -28,7 +28,7 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Any, TypeGuard, TypeVar, cast
 
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, require_known, shown, unknown_name
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e\d+)?"
 _BOUNDED = re.compile(rf"(int|number)(?: (?:(>=?) )?({_NUMBER})(?: to ({_NUMBER}))?| <= ({_NUMBER}))?")
@@ -379,9 +379,8 @@ def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> A
         return value if is_built else chosen.build(_mapping(field.name, value))
     settings = about.get(_SECTION) or (chosen and chosen.schema)
     if settings and not isinstance(value, settings):
-        known = [known_field.name for known_field in dataclasses.fields(settings)]
-        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # from another release
-            raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+        # Another release may have other keys.
+        require_known(field.name, _mapping(field.name, value), [own.name for own in dataclasses.fields(settings)])
         return built(settings, value)
     if build := about.get(_BUILD):
         return build(value)

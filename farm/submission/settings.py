@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.settings import Checked, added_group, data_key, group, key, keys_of, section
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, require_known
 from conf.files.identity import version_of
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
@@ -52,9 +52,7 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
         return DeviceChoice(
             backend="simulated", count=values.pop("count", None), spec=_describe(device_from_mapping(values))
         )
-    known = [key.name for key in keys_of(DeviceKeys)]
-    if unknown := sorted(set(values) - set(known)):
-        raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    require_known("device", sorted(values), [key.name for key in keys_of(DeviceKeys)])
     model = values.pop("model", None)
     return DeviceChoice(**values, spec=None if model is None else _describe(load_device(str(model))))
 
