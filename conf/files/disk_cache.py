@@ -112,8 +112,7 @@ class DiskCache:
     @staticmethod
     def _used_bytes(database: sqlite3.Connection) -> int:
         query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, "
-        used: int = database.execute(f"{query} pragma_page_size").fetchone()[0]
-        return used
+        return int(database.execute(f"{query} pragma_page_size").fetchone()[0])
 
     def _opened(self) -> sqlite3.Connection:
         """Return this thread's connection to the current file; keep it, because opening takes longer than a query."""

@@ -371,8 +371,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
     """Return the description that prices operators: the simulated device's, the real one's, else the default's."""
     if submission.device.backend == "simulated" and submission.device.spec is not None:
         return device_from_mapping(dict(submission.device.spec))
-    known = next(filter(None, map(known_device, devices)), DEFAULT_DEVICE)
-    return load_device(known)
+    return load_device(next(filter(None, map(known_device, devices)), DEFAULT_DEVICE))
 
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:

@@ -211,8 +211,8 @@ class RayExecutor:
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
-        else:
-            self._note_roots()
+        else:  # processes that are started later are not Ray's
+            self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
         finally:
             if visible is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -362,15 +362,13 @@ class RayExecutor:
         self._make_room(node)
 
     def wait(self, timeout_s: float) -> list[Completion]:
-        import ray
-
         self._watched_head.check()
         completions = []
         asked = {seat.ref: seat for seat in self._seats.values() if seat.ref is not None}
         if asked:
-            finished, _ = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
+            finished, _ = self._ray.wait(list(asked), num_returns=1, timeout=timeout_s)
             if finished:  # take everything else that is done by now
-                finished, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+                finished, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)
             for ref in finished:
                 if asked[ref].task is None:
                     self._take_ready(asked[ref])
@@ -417,16 +415,12 @@ class RayExecutor:
         self._end_own(started)
 
     def _shut_down(self, lost: bool) -> None:
-        def shut_down() -> None:
-            if not lost:
-                for seat in list(self._seats.values()):
-                    self._end_worker(seat)
-            self._ray.shutdown()
-
         if not lost:
-            shut_down()
+            for seat in list(self._seats.values()):
+                self._end_worker(seat)
+            self._ray.shutdown()
             return
-        thread = threading.Thread(target=shut_down, daemon=True)
+        thread = threading.Thread(target=self._ray.shutdown, daemon=True)
         thread.start()
         thread.join(_SHUTDOWN_S)
 
@@ -448,10 +442,6 @@ class RayExecutor:
             with contextlib.suppress(psutil.Error):
                 processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return list(processes.values())
-
-    def _note_roots(self) -> None:
-        """Record Ray's root processes once it is up; processes that are started later are not Ray's."""
-        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
 
     def _start_servers(self) -> None:
         """Start a few servers at a time on each node, since importing torch takes a core for seconds."""

@@ -205,7 +205,8 @@ class _Work:
 
     def run_device(self, device_key: str, jobs: Sequence[Job], job_id: str | None = None, shares: int = 1) -> bool:
         """Run the tasks of jobs of one device; return False if `stop` asked to leave. Rest as in `Dispatcher`."""
-        _extend_patience(self.service, self.cluster, jobs)
+        if self.cluster.kind == "inline":  # a running trial blocks the loop
+            self.service.pulse.patience_s = PATIENCE_S + max((_timeout_s(job) for job in jobs), default=0.0)
         names = [job.job_id for job in jobs]
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
@@ -228,12 +229,6 @@ def _reconcile_and_report(folder: DataFolder, queue: Queue, service: Service) ->
     if mended:
         service.events.emit("mended", count=mended)
         print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
-
-
-def _extend_patience(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
-    """Lengthen the health check's patience for cluster=inline, where a running trial blocks the loop."""
-    if cluster.kind == "inline":
-        service.pulse.patience_s = PATIENCE_S + max((_timeout_s(job) for job in jobs), default=0.0)
 
 
 def _timeout_s(job: Job) -> float:

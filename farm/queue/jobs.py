@@ -356,8 +356,7 @@ class Queue:
 
     def is_done(self, task: Lease) -> bool:
         """Return whether the task is finished."""
-        row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
-        return row == ("done",)
+        return self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2]) == ("done",)
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str]) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not done."""
@@ -448,8 +447,7 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, oldest first."""
-        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
-        return [job_of(row) for row in rows]
+        return [job_of(row) for row in self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")]
 
     def job(self, job_id: str) -> Job:
         """Return one job. Raises `UsageError` listing the known ids for an unknown one."""

@@ -104,12 +104,8 @@ def recorded_processes() -> set[str]:
     for path in _folders(temporary_folders()):
         with own_folder(path, private=True) as folder:
             owner = None if folder is None else _owner_of(folder)
-            begun = parse_marker(owner)
-            if folder is not None and begun is not None and has_ended(owner):
-                markers = {text: parse_marker(text) for text in _recorded_in(folder)}
-                recorded |= {
-                    text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
-                }
+            if folder is not None and has_ended(owner):
+                recorded |= {text for text in _recorded_in(folder) if _began_after(text, owner)}
     return recorded
 
 
@@ -246,8 +242,8 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
 
 
-def _began_after(process_marker: str, dispatcher: str | None) -> bool:
-    process, begun = parse_marker(process_marker), parse_marker(dispatcher)
+def _began_after(process_marker: str, owner: str | None) -> bool:
+    process, begun = parse_marker(process_marker), parse_marker(owner)
     return process is not None and begun is not None and process.start_ticks >= begun.start_ticks
 
 

@@ -192,14 +192,16 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/readyz", responses={503: {"model": Health}}, tags=["operations"])
     async def readyz(response: Response) -> Health:
         """Return 503 until the models are loaded and the traces are alive."""
-        health = await service.health()
+        age_s = await service.questions.pulse_age_s()
+        health = Health(ready=service.warm and age_s is not None and age_s < _OLD_PULSE_S, trace_pool_age_s=age_s)
         response.status_code = HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE
         return health
 
     @app.get("/metrics", response_class=PlainTextResponse, tags=["operations"])
     async def metrics() -> Response:
         """Return metrics in Prometheus's text format."""
-        return PlainTextResponse(await service.metrics_text(), headers={"content-type": _PROMETHEUS})
+        text = service.metrics.text(await service.questions.counts(), await service.questions.pulse_age_s())
+        return PlainTextResponse(text, headers={"content-type": _PROMETHEUS})
 
 
 def _add_problems(app: FastAPI) -> None:
@@ -356,16 +358,6 @@ class EstimationService:
         if row is None:
             raise Problem(HTTPStatus.NOT_FOUND, "not-found", "No question has this id; it may have expired.")
         return await self._respond(kind, row, caller)
-
-    async def health(self) -> Health:
-        """Return whether this process can answer every request that it accepts."""
-        age = await self.questions.pulse_age_s()
-        traces = age is not None and age < _OLD_PULSE_S
-        return Health(ready=self.warm and traces, trace_pool_age_s=age)
-
-    async def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
-        return self.metrics.text(await self.questions.counts(), await self.questions.pulse_age_s())
 
     async def warm_up(self) -> None:
         """Load the models that answer without a trace, so the first request does not wait for them."""

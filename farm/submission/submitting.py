@@ -112,8 +112,7 @@ def _family(settings: SubmitSettings) -> str:
 
 
 def _job_id(settings: SubmitSettings) -> str:
-    name = _family(settings) if settings.collocate is None else settings.collocate
-    return job_id_for(name, **settings.identity())
+    return job_id_for(settings.collocate or _family(settings), **settings.identity())
 
 
 def _show_progress(

@@ -258,17 +258,12 @@ class Filters:
         """Return the order of the URL, or the listing's."""
         return self.order or self.listing.order
 
-    @property
-    def order_sql(self) -> str:
-        """Return the SQL order, with ties by row id and NULLs last."""
-        column = self.effective_order.removeprefix("-")
-        direction = "DESC" if self.effective_order.startswith("-") else "ASC"
-        return f"{column} {direction} NULLS LAST, {self.listing.row_id}"
-
     def rows_sql(self) -> str:
-        """Return the query of this state's rows, on all pages."""
+        """Return the query of this state's rows, on all pages, with ties in order of the row id and NULLs last."""
         columns = ", ".join(self.listing.columns)
-        return f"SELECT {columns} FROM {self.listing.relation}{self.where()} ORDER BY {self.order_sql}"
+        direction = "DESC" if self.effective_order.startswith("-") else "ASC"
+        order = f"{self.effective_order.removeprefix('-')} {direction} NULLS LAST, {self.listing.row_id}"
+        return f"SELECT {columns} FROM {self.listing.relation}{self.where()} ORDER BY {order}"
 
     def page_sql(self) -> str:
         """Return the query of this page's rows."""

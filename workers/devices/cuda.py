@@ -198,7 +198,11 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
         return Discovery(reason=f"NVML: {error}")
     finally:
         _ask(nvml, nvml.nvmlShutdown)
-    gpus = _exclude(gpu_infos, environment)
+    main, visible = _main_model(gpu_infos), cuda_visible_devices(gpu_infos, environment)
+    gpus = tuple(
+        gpu if gpu.excluded_reason else replace(gpu, excluded_reason=_reason(gpu, main, visible, environment))
+        for gpu in gpu_infos
+    )
     return Discovery(
         gpus=gpus,
         driver_version=None if driver is None else as_text(driver),
@@ -293,15 +297,6 @@ def _mps_server(nvml: Nvml, handle: Any) -> bool:
         except (psutil.Error, ValueError):
             continue
     return False
-
-
-def _exclude(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> tuple[GpuInfo, ...]:
-    main = _main_model(gpus)
-    visible = cuda_visible_devices(gpus, environment)
-    return tuple(
-        gpu if gpu.excluded_reason else replace(gpu, excluded_reason=_reason(gpu, main, visible, environment))
-        for gpu in gpus
-    )
 
 
 def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:

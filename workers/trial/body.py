@@ -197,7 +197,9 @@ def run_ranks(count: int, link: Link, run_rank: RunRank) -> None:
         link.report("ranks", pids=[rank.process.pid for rank in ranks])
         _RankMonitor(ranks, link).listen()
         link.labels_taken()  # until then the ranks keep their memory, for a last sample
-        _dismiss(ranks)
+        _tell(ranks, "bye")
+        if not any(rank.failed for rank in ranks):
+            _await_end(ranks, _GOODBYE_S)
     finally:
         _end(ranks)
 
@@ -257,7 +259,7 @@ class _RankMonitor:
                     self._hear(rank)
 
     def _over(self) -> bool:
-        """Return whether every report has arrived."""
+        """Return whether every report has arrived; then pass on the results or the failure."""
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
             root = _root_of(failed)
@@ -269,7 +271,9 @@ class _RankMonitor:
             self._report_failure(root or failed[0])
             return True
         if all(rank.result is not None for rank in self.ranks):
-            self._report_results()
+            for rank in self.ranks:
+                self.link.report("rank", rank=rank.number, values=(rank.result or {}).get("values"))
+            self.link.report("result", **(self.ranks[0].result or {}))
             return True
         return False
 
@@ -314,11 +318,6 @@ class _RankMonitor:
         else:
             self.link.report("rank_ended", rank=rank.number, code=rank.process.exitcode)
 
-    def _report_results(self) -> None:
-        for rank in self.ranks:
-            self.link.report("rank", rank=rank.number, values=(rank.result or {}).get("values"))
-        self.link.report("result", **(self.ranks[0].result or {}))
-
 
 def _root_of(failed: Iterable[_Rank]) -> _Rank | None:
     """Return the rank that failed by itself and not because it lost another one; None if none did."""
@@ -335,13 +334,6 @@ def _tell(ranks: Iterable[_Rank], word: str) -> None:
     for rank in ranks:
         with contextlib.suppress(OSError):
             rank.channel.sendall(word.encode() + b"\n")
-
-
-def _dismiss(ranks: list[_Rank]) -> None:
-    """Send `bye` to the ranks, and wait a little until they end."""
-    _tell(ranks, "bye")
-    if not any(rank.failed for rank in ranks):
-        _await_end(ranks, _GOODBYE_S)
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
