@@ -195,12 +195,10 @@ def label_ranks(
     covers all its processes, and its quality is that of its least trusted rank.
     """
     by_rank: dict[int, tuple[dict[str, Any], list[tuple[str, Sample]]]] = {}
-    if observed.backend == "simulated":  # a rank that was not traced gets the labels of the traced one before it
-        traced = {0, *(pair[1].rank for pair in observed.samples if pair[1].rank is not None)}
-        for rank in range(ranks):
-            by_rank[rank] = _label_rank(observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
-    else:
-        by_rank = {rank: _label_rank(observed, rank) for rank in range(ranks)}
+    traced = {0, *(sample.rank for _, sample in observed.samples)}
+    for rank in range(ranks):  # a simulated rank that was not traced gets the labels of the traced one before it
+        has_own = rank in traced or observed.backend != "simulated"
+        by_rank[rank] = _label_rank(observed, rank) if has_own else (by_rank[rank - 1][0], [])
     run_columns, samples = label_run(
         replace(observed, samples=[pair for pair in observed.samples if pair[1].rank is None])
     )
