@@ -1,5 +1,6 @@
 """Settings of every test process; imported before torch, NumPy and LightGBM are."""
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -11,7 +12,7 @@ import signal
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,9 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep the collector from walking, again and again, through the libraries and tests that stay until the end."""
-    if "hydra" in sys.modules:
-        _compose_once()
-    gc.collect()
+    _compose_once()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # after pytest's own collections; extensions report what stays frozen as leaked
     gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
@@ -182,18 +182,29 @@ def pytest_collection_finish() -> None:
 def _compose_once() -> None:
     """Have Hydra compose the same defaults and choices once a process, and copy them for the next test: it takes 50 ms,
     and a thousand command lines of the tests compose the defaults of few commands."""
-    import hydra
-    from hydra.core.config_store import ConfigStore
+    from conf.cli import overrides
 
-    compose, composed = hydra.compose, dict[bytes, bytes]()
+    compose, composed = overrides._compose, dict[tuple[Any, ...], bytes]()
 
-    def compose_or_copy(config_name: str, overrides: list[str]) -> Any:
-        key = pickle.dumps((ConfigStore.instance().repo, config_name, overrides))
+    def compose_or_copy(settings: type, choices: Sequence[overrides.Override]) -> Any:
+        key = settings, *(choice.text() for choice in choices)
         if key not in composed:
-            composed[key] = pickle.dumps(compose(config_name, overrides=overrides))
+            composed[key] = pickle.dumps(compose(settings, choices))
         return pickle.loads(composed[key])
 
-    hydra.compose = compose_or_copy
+    overrides._compose = compose_or_copy
+
+
+# Where the code lies whose properties are tested on random values.
+PROPERTIES = ("/conf/plain_text.py", "/farm/queue/", "/featurize/memory/", "/warehouse/explorer/")
+
+
+def _draw_constants_of_few_modules() -> None:
+    """Have Hypothesis take numbers and texts worth trying from the code under test alone: parsing the project's other
+    modules for them takes each process four seconds in a fresh clone."""
+    from hypothesis.internal.conjecture import providers
+
+    providers.is_local_module_file = lambda file: any(part in file for part in PROPERTIES)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -204,6 +215,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     always among the others where a test has several kinds; `spread(n, kind)` draws from each kind by itself. A quick
     run spreads the cases of all tests.
     """
+    if "hypothesis" in sys.modules:
+        _draw_constants_of_few_modules()
     cases: dict[tuple[Any, ...], list[pytest.Item]] = defaultdict(list)
     quick = config.getoption("quick")
     for item in items:
@@ -254,8 +267,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if (why := refused_modes().get(mark.args[0])) is not None:
             pytest.skip(why)
-
-
-def pytest_unconfigure() -> None:
-    """Give back to the collector what was set aside for the session, which extensions else report as leaked."""
-    gc.unfreeze()
