@@ -108,7 +108,8 @@ def test_a_compiled_model_saves_what_a_real_compiled_step_on_the_cpu_saves():
     assert MODELLED in trace.notes
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in_place", "members"])
+# How blocks compiled by themselves share graphs is asked below.
+@pytest.mark.parametrize("how", ["wrapped", "in_place", pytest.param("members", marks=pytest.mark.wide)])
 def test_models_that_the_caller_compiled_are_estimated_as_the_setting_does(how):
     model = Net()
     if how == "wrapped":

@@ -35,15 +35,16 @@ def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WID
     """One GPU without options."""
     target = torch.empty(*shape[:-1], CLASSES, device="meta")
     inputs = torch.empty(shape, device="meta") if inputs is None else inputs
+    parallel = Parallel(**options)
     return trace_step(
         model,
         inputs,
         target,
         loss_of,
-        settings=settings or training(),
+        settings=settings or training(parallel),
         training_loop=False,
         rank=rank,
-        parallel=Parallel(**options),
+        parallel=parallel,
         every_pass=every_pass,
     )
 

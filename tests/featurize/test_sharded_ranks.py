@@ -102,6 +102,7 @@ DIVIDED = [
     (routed, False),
 ]
 CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of experts")
+PLAINLY_TRAINED = ({*OF_PARTS} - {*CLIPPED}) | {"wrapped", "hybrid halves"}
 
 
 SHAPES = (BATCH, WIDTH), (2, LENGTH, ATTENTION_WIDTH)  # of a batch, also of sequences
@@ -110,7 +111,7 @@ SHAPES = (BATCH, WIDTH), (2, LENGTH, ATTENTION_WIDTH)  # of a batch, also of seq
 def training(name=None):
     """How a case trains: how the optimizer and the norm treat the shards is asked of a few only, as it takes PyTorch
     longer than all else."""
-    if name in OF_PARTS and name not in CLIPPED:
+    if name in PLAINLY_TRAINED:
         return Training(optimizer="sgd", implementation="foreach")
     return Training(optimizer="momentum", implementation="foreach", clip_norm=1.0)
 
@@ -192,8 +193,7 @@ def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
 @pytest.mark.parametrize("name", with_wide(CASES, PLAIN))
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
     options, make = CASES[name]
-    ranks = Parallel(**options).ranks
-    for rank in range(ranks) if name in WHOLE else some_ranks(ranks):
+    for rank in some_ranks(Parallel(**options).ranks):
         assert_like_real(traced(options, make, rank, name), measured[rank][name])
 
 
