@@ -5,14 +5,13 @@ import importlib.util
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import warehouse
+from infra import generate_docs
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -29,17 +28,12 @@ def code_blocks(language):
     return [block for blocks in page_blocks for block in blocks]
 
 
-def generate(*arguments, script=ROOT / "infra" / "generate_docs.py"):
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
-
-
 def anchor(heading):
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def test_generated_documents_are_fresh():
-    done = generate("--check")
-    assert done.returncode == 0, done.stderr
+def test_generated_documents_are_fresh(capsys):
+    assert generate_docs.main(["--check"]) == 0, capsys.readouterr().err
 
 
 @pages

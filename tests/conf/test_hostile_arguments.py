@@ -382,7 +382,7 @@ REFUSED_BY_THE_COMMAND = {
         "family=nope",
         "columns={a:*b}",
         "columns={a:!!python/object:x}",
-        "columns=" + "[" * 5000,
+        "columns=" + "[" * 1000,
         "constants={day:2026-99-99}",
         "source=timm columns={a:b}",
     ),
@@ -656,12 +656,10 @@ def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
 
 
 def test_a_folder_is_named_as_it_is_typed(invoke):
-    names = ("a, b", "x=y", "{a", "a'; echo foo", "ü")
-    for name in names:
-        arguments = ["+arch=mlp", "n=1", "detach=true", "device=simulated", f"data={name}"]
-        assert invoke("submit", *arguments)[0] == 0
-        assert invoke("query", "SELECT count(*) AS n FROM jobs", "format=csv", f"data={name}")[1].split() == ["n", "1"]
-    assert sorted(os.listdir(invoke.place)) == sorted(names)
+    name = "a, b=x {ü'; echo foo"
+    assert invoke("submit", *NEEDED["submit"], "device=simulated", f"data={name}")[0] == 0
+    assert invoke("query", "SELECT count(*) AS n FROM jobs", "format=csv", f"data={name}")[1].split() == ["n", "1"]
+    assert os.listdir(invoke.place) == [name]
 
 
 def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invoke):

@@ -14,7 +14,7 @@ from infra.offline.estimated_runs import (
     estimated_runs,
     read_results,
 )
-from infra.offline.page import make_page, summary
+from infra.offline.page import export_rows, make_page, summary
 from infra.offline.results import Series, pack
 from tests.infra.lent_results import (
     CONTEXT_MIB,
@@ -152,9 +152,9 @@ def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
-    assert "11 runs added" in in_terminal(make_page(of_planted, str(sets)))
+    assert "11 runs added" in "\n".join(export_rows(of_planted, str(sets)))
     assert "NVIDIA H100" in (sets / "README.md").read_text()
-    assert "0 runs added, 11 were there already" in in_terminal(make_page(of_planted, str(sets)))
+    assert "0 runs added, 11 were there already" in "\n".join(export_rows(of_planted, str(sets)))
 
 
 def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(probed, tmp_path, capsys):
@@ -201,8 +201,8 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     assert not without.estimates and sum(without.left_out.values()) == 6
     reasons = ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea")
     assert [words for words in reasons if words not in " | ".join(without.left_out)] == []
-    printed = in_terminal(make_page(read_results(tmp_path), str(tmp_path / "sets")))
-    assert "5 runs added" in printed, "what has no estimate is measured all the same"
+    exported = "\n".join(export_rows(read_results(tmp_path), str(tmp_path / "sets")))
+    assert "5 runs added" in exported, "what has no estimate is measured all the same"
 
 
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
