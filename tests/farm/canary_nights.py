@@ -29,6 +29,7 @@ OLD = {
 }
 NEW = OLD | {"driver_version": "560.28"}
 CANARIES = canary_configs(40_960.0)
+FEW = (CANARIES[0], CANARIES[2])  # an MLP and a CNN
 LABELS = {
     "peak_memory_mib": 1500.0,
     "smact": 0.6,
@@ -57,10 +58,11 @@ def of(*which: int, **columns) -> Change:
 
 
 class Lab:
-    """One device and what was measured on it; a night is a day later than the one before."""
+    """One device and what was measured on it; a night is a day later than the one before, and runs `canaries`."""
 
-    def __init__(self, folder: DataFolder):
+    def __init__(self, folder: DataFolder, canaries: Sequence[TrialConfig] = CANARIES):
         self.folder = folder
+        self.canaries = canaries
         self.environment = dict(OLD)
         self.now = datetime.datetime(2026, 1, 1, 2, tzinfo=datetime.UTC)
         self._writer = RunWriter(folder)
@@ -73,12 +75,12 @@ class Lab:
         other.folder, other.environment, other._writer = folder, dict(self.environment), RunWriter(folder)
         return other
 
-    def night(self, change: Change = usual, *, only: Sequence[TrialConfig] = CANARIES, samples=None) -> str:
-        """Run canaries; the job's id."""
+    def night(self, change: Change = usual, *, only: Sequence[TrialConfig] = (), samples=None) -> str:
+        """Run the canaries, or `only` these; the job's id."""
         self._nights += 1
         self.now += datetime.timedelta(days=1)
         job_id = f"canary-{self._nights:08x}"
-        self.run(job_id, only, change, samples)
+        self.run(job_id, only or self.canaries, change, samples)
         return job_id
 
     def run(self, job_id: str, configs: Sequence[TrialConfig], change: Change = usual, samples=None) -> list[str]:

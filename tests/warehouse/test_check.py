@@ -9,7 +9,7 @@ import sqlite3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import compact_at, fill, flip, only_merged, run_row, samples
+from warehouse_rows import compact_at, copy_into, fill, flip, only_merged, run_row, samples
 
 from conf.cli.command_line import run
 from warehouse.check import entry
@@ -17,6 +17,7 @@ from warehouse.files.damage import damage_of, find_damaged, parquet_files
 from warehouse.files.folder import (
     CHECKSUM_KEY,
     COMPRESSION,
+    DataFolder,
     checksum_problem,
     content_problem,
     recorded_checksum,
@@ -29,10 +30,10 @@ from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import Mark, RunWriter, run_table, write_marks
 
 
-@pytest.fixture
-def filled(folder, monkeypatch):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A folder with merged and small files, a job, a snapshot and an artifact."""
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    folder = DataFolder(tmp_path_factory.mktemp("made") / "data").create()
     writer = RunWriter(folder)
     writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
     for index in range(4):
@@ -47,6 +48,14 @@ def filled(folder, monkeypatch):
     meta = {"files": {"model/model.txt": {"sha256": hashlib.sha256(b"14150").hexdigest(), "bytes": 5}}}
     own = hashlib.sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     (artifact / "meta.json").write_text(json.dumps({**meta, "own_sha256": own}))
+    return folder
+
+
+@pytest.fixture
+def filled(folder, made, monkeypatch):
+    """Such a folder of the test's own."""
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    copy_into(folder, made)
     return folder
 
 
@@ -227,7 +236,7 @@ def test_a_file_that_was_cut_or_grew_has_a_problem(tmp_path):
 
 
 def test_a_large_file_is_verified_in_parts(tmp_path):
-    rows = 400_000
+    rows = 200_000
     table = pa.table({"run_id": [f"J-{i:06d}" for i in range(rows)], "number": range(rows)})
     path = tmp_path / "large.parquet"
     digest = write_sealed(table, path, row_group_size=5_000, compression="none")

@@ -1,6 +1,5 @@
 """Other people's measurements become rows of `runs`: once each, whole, with what makes no sense counted and named."""
 
-import contextlib
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published import dense_parameters, pool_intervals
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
+from warehouse.reading.connection import select
 
 OLD_HEADER = HEADER[:5]
 TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
@@ -67,10 +67,7 @@ def take(place):
 
 
 def rows(place, columns="*", where="true"):
-    with contextlib.closing(warehouse.connect(place / "data")) as connection:
-        result = connection.execute(f"SELECT {columns} FROM runs WHERE {where} ORDER BY run_id")
-        names = [name for name, *_ in result.description]
-        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+    return select(place / "data", f"SELECT {columns} FROM runs WHERE {where} ORDER BY run_id")
 
 
 ROWS = [

@@ -85,13 +85,6 @@ def test_parquet_needs_a_file_and_keeps_types(query, filled, tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
-@pytest.mark.parametrize("name", ["csv", "json", "table"])
-def test_out_takes_what_standard_output_would(query, filled, tmp_path, name):
-    printed = query(SELECT, f"format={name}")[1]
-    assert query(SELECT, f"format={name}", f"out={tmp_path / 'o'}")[1] == ""
-    assert (tmp_path / "o").read_text() == printed
-
-
 @pytest.mark.parametrize("name", ["csv", "parquet", "json", "table"])
 @pytest.mark.parametrize(
     ("out", "why"),
@@ -208,11 +201,13 @@ def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, expe
 
 
 @pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
-def test_out_follows_links_and_writes_to_pipes(query, filled, tmp_path, name):
+def test_out_takes_what_standard_output_would_follows_links_and_writes_to_pipes(query, filled, tmp_path, name):
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert query(SELECT, f"format={name}", f"out={tmp_path / 'link'}")[0] == 0
+    assert query(SELECT, f"format={name}", f"out={tmp_path / 'link'}") == (0, "", "")
     assert (tmp_path / "link").is_symlink()
     expected = (tmp_path / "target").read_bytes()
+    if name != "parquet":  # which needs a file
+        assert query(SELECT, f"format={name}")[1] == expected.decode()
     fifo, got = tmp_path / "fifo", []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
@@ -240,9 +235,9 @@ def test_out_is_never_a_file_of_the_data_folder(query, filled, folder, tmp_path,
 @pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
 def test_a_flipped_byte_costs_its_file_and_no_half_answer_is_written(query, folder, tmp_path, name):
     writer = RunWriter(folder)
-    for index in range(5):
+    for index in range(3):
         writer.write(run_row(index, error=f"{index}" * 3000), samples())
-    damaged = folder.partition("runs", "cnn") / "J-000003.parquet"
+    damaged = folder.partition("runs", "cnn") / "J-000001.parquet"
     content = bytearray(damaged.read_bytes())
     content[4:200] = bytes(196)
     damaged.write_bytes(content)
@@ -250,12 +245,10 @@ def test_a_flipped_byte_costs_its_file_and_no_half_answer_is_written(query, fold
     code, _, err = query(sql, f"format={name}", f"out={tmp_path / 'o'}")
     assert code == 0 and str(damaged) in err and err.count("\n") == 1
     if name == "parquet":
-        assert sorted(pq.read_table(tmp_path / "o").column("run_id").to_pylist()) == [
-            f"J-00000{n}" for n in (0, 1, 2, 4)
-        ]
+        assert sorted(pq.read_table(tmp_path / "o").column("run_id").to_pylist()) == ["J-000000", "J-000002"]
         return
     text = (tmp_path / "o").read_text()
-    assert [f"J-00000{n}" in text for n in range(5)] == [True, True, True, False, True]
+    assert [f"J-00000{n}" in text for n in range(3)] == [True, False, True]
     if name != "table":
         assert query(sql, f"format={name}")[1] == text
 

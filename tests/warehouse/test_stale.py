@@ -47,9 +47,11 @@ def shown(data, snapshot=None):
     return ask(data, "SELECT * FROM stale ORDER BY ALL", snapshot=snapshot)
 
 
-def stale(folder, label="smact"):
+@pytest.fixture
+def stale(folder):
+    """Ask a connection that stays open which runs of a label are stale now."""
     with contextlib.closing(warehouse.connect(folder)) as connection:
-        return stale_now(connection, label)
+        yield lambda label="smact": stale_now(connection, label)
 
 
 def test_marks_are_shown_with_where_they_hold_and_by_which_cycle(folder):
@@ -93,19 +95,19 @@ def test_a_mark_that_two_cycles_made_is_one(folder):
     assert len(shown(folder)) == 3
 
 
-def test_a_label_is_stale_only_while_its_device_is_in_that_environment(folder):
+def test_a_label_is_stale_only_while_its_device_is_in_that_environment(folder, stale):
     land(folder, 0, OLD, 1)
     land(folder, 1, NEW, 2)
     land(folder, 2, OLD, 9, device_name="H100")  # another device's environment is another matter
     write_marks(folder, "c", [mark(0)], marked_at=AT)
-    assert stale(folder) == {"J-000000"}
-    assert stale(folder, "drama") == set()
+    assert stale() == {"J-000000"}
+    assert stale("drama") == set()
     land(folder, 3, OLD | {"cudnn_version": None}, 3, status="crashed")  # it never came so far as to say
-    assert stale(folder) == {"J-000000"}
+    assert stale() == {"J-000000"}
     land(folder, 4, OLD, 4)
-    assert stale(folder) == set()
+    assert stale() == set()
     land(folder, 5, NEW, 5)
-    assert stale(folder) == {"J-000000"}
+    assert stale() == {"J-000000"}
 
 
 def test_a_snapshot_keeps_the_marks_of_its_day(folder):
@@ -132,7 +134,8 @@ def test_a_folder_from_before_is_read_and_takes_marks(folder):
     land(folder, 0, OLD, 1)
     without_marks(folder)
     before = sorted(path.name for path in folder.root.iterdir())
-    assert shown(folder) == [] and stale(folder) == set()
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT * FROM stale").fetchall() == [] and stale_now(connection, "smact") == set()
     assert sorted(path.name for path in folder.root.iterdir()) == [*before, folder.warehouse.name]
     assert take_snapshot(folder, "s").rows["stale"] == 0
     write_marks(DataFolder(folder.root), "c", [mark(0)], marked_at=AT)
