@@ -105,7 +105,7 @@ def test_a_torn_listing_of_a_damaged_merged_file_is_named(folder, capfd):
     assert {damaged.name, *(f"{run_id}.parquet" for run_id in ids(range(4)))} <= set(names(folder))
 
 
-def test_a_merged_file_that_is_gone_is_named_and_its_listing_stays(folder):
+def test_a_merged_file_that_is_gone_is_named_its_listing_stays_and_no_snapshot_is_taken(folder):
     fill(folder, range(4))
     compact_at(folder, 0, 2)
     path = only_merged(folder)
@@ -114,6 +114,9 @@ def test_a_merged_file_that_is_gone_is_named_and_its_listing_stays(folder):
     assert [line for line in report.problems if str(path) in line and "4 rows are missing" in line] == report.problems
     (lost,) = lost_merged_files(folder, "runs")
     assert lost.file.exists()
+    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 4 rows are missing"):
+        take_snapshot(folder)
+    assert list(folder.snapshots.iterdir()) == []
 
 
 def test_a_lost_merged_file_whose_sources_are_all_there_gives_them_back(folder):
@@ -275,32 +278,23 @@ def rows(folder, name):
     )[0]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("damage", [b"", b"torn", None])
-def test_a_damaged_run_costs_its_row_and_is_named(folder, damage, monkeypatch, capfd):
+def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_named(folder, damage, monkeypatch, capfd):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     fill(folder, range(3))
     path = folder.partition("runs", "cnn") / "J-000001.parquet"
     flip(path) if damage is None else path.write_bytes(damage)
+    samples = folder.partition("telemetry", "cnn") / "J-000002.parquet"
+    flip(samples)
     assert run("snapshot", entry, ["name=s"]) == 0
     out, err = capfd.readouterr()
-    assert "1 damaged files left out" in out and len([line for line in err.splitlines() if str(path) in line]) == 1
-    assert rows(folder, "s") == (["J-000000", "J-000002"], 6)
-    assert [str(path) in line for line in find_snapshot(folder, "s").left_out] == [True]
-
-
-def test_damaged_samples_cost_no_run(folder):
-    fill(folder, range(3))
-    flip(folder.partition("telemetry", "cnn") / "J-000001.parquet")
-    assert rows(folder, take_snapshot(folder).name) == (["J-000000", "J-000001", "J-000002"], 6)
-
-
-def test_a_merged_file_that_is_gone_is_an_error(folder):
-    fill(folder, range(3))
-    compact_at(folder, 0, 2)
-    only_merged(folder).unlink()
-    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 3 rows are missing"):
-        take_snapshot(folder)
-    assert list(folder.snapshots.iterdir()) == []
+    left_out = find_snapshot(folder, "s").left_out
+    assert "2 damaged files left out" in out and len(left_out) == 2
+    for damaged in (path, samples):
+        assert len([line for line in err.splitlines() if str(damaged) in line]) == 1
+        assert len([line for line in left_out if str(damaged) in line]) == 1
+    assert rows(folder, "s") == (["J-000000", "J-000002"], 3)
 
 
 def test_a_planted_listing_hides_nothing_from_a_snapshot(folder):

@@ -213,6 +213,7 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
     assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("reader", ["read_metadata", "ParquetFile"])
 def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_cannot_be_read(folder, monkeypatch, code, reader):
