@@ -6,7 +6,6 @@ import errno
 import json
 import os
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -34,6 +33,7 @@ from warehouse.files.merged import Listing, listing_file
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.views import view_statements
 from warehouse.files.writer import RunWriter
+from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 JOB = "mlp-00000001"
@@ -163,10 +163,12 @@ def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
 def plain_counts(folder, kind, row):
     """(rows, distinct rows, runs that have some) of a kind as any DuckDB client counts them."""
     (view,) = (text for text in view_statements(folder) if text.startswith(f"CREATE VIEW {kind} "))
-    duckdb.execute("SET enable_external_file_cache = false")  # as in a process that starts now
-    duckdb.execute(view.replace("CREATE", "CREATE OR REPLACE", 1))
-    counted = f"SELECT count(*), count(DISTINCT (run_id, {row})), count(DISTINCT run_id) FROM {kind}"
-    return duckdb.execute(counted).fetchone()
+    with scratch_cursor() as client:
+        client.execute("SET enable_external_file_cache = false")  # as in a process that starts now
+        client.execute(view.replace("CREATE", "CREATE TEMP", 1))
+        return client.execute(
+            f"SELECT count(*), count(DISTINCT (run_id, {row})), count(DISTINCT run_id) FROM {kind}"
+        ).fetchone()
 
 
 def plain_samples(folder):

@@ -54,54 +54,30 @@ def test_a_run_without_samples_is_kept(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("given", "message"),
     [
-        ({"peak_memory_gib": 1.0}, "unknown column peak_memory_gib; known: run_id"),
-        ({"status": "successful"}, "status must be one of ok, oom"),
-        ({"source": "guessed"}, "source must be one of"),
-        ({"oom_kind": "disk"}, "oom_kind must be one of"),
-        ({"quality": "fine"}, "quality must be one of trusted, suspect, untrusted"),
-        ({"smact": 55.0}, r"smact must be in \[0, 1\], got 55.0"),
-        ({"drama": -0.1}, r"drama must be in \[0, 1\]"),
-        ({"power_w": float("nan")}, "power_w must be a finite number or None"),
-        ({"steps": "many"}, "steps must be int64, got 'many'"),
-        ({"run_id": "../../x"}, "run_id must be of letters"),
-        ({"run_id": "merged-1"}, "must not look like a merged file"),
-        ({"family": None}, "family is required"),
-    ],
-)
-def test_a_run_that_breaks_the_schema_is_refused_and_nothing_is_written(folder, changes, message):
-    before = sorted(folder.root.rglob("*"))
-    with pytest.raises(ValueError, match=message):
-        RunWriter(folder).write(run_row(1, **changes), samples())
-    assert sorted(folder.root.rglob("*")) == before
-
-
-def test_every_broken_rule_is_reported_together(folder):
-    with pytest.raises(ValueError, match=r"status.*smact.*unknown column"):
-        RunWriter(folder).write(run_row(1, status="fine", smact=2.0, nonsense=1), samples())
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"sm_active": [0.1] * 3}, "unknown column sm_active"),
-        ({"gpu_util": [0.1, 99.0, None]}, r"gpu_util must be in \[0, 1\]"),
-        ({"run_id": ["J-000001", "J-000001", "other"]}, "run_id must be 'J-000001' in every row"),
-        ({"phase": ["warmup", None, "later"]}, "phase must be one of"),
-        ({"quality": ["measured", None, "odd"]}, "quality must be one of measured, repeated, unavailable, suspect"),
-        ({"power_w": [1.0, float("inf"), None]}, "power_w must be finite"),
-    ],
-)
-def test_telemetry_that_breaks_the_schema_is_refused(folder, columns, message):
-    with pytest.raises(ValueError, match=message):
-        RunWriter(folder).write(run_row(1), samples(3, **columns))
-    assert ask(folder, "SELECT * FROM runs") == []
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
+        ({"run": run_row(1, peak_memory_gib=1.0)}, "unknown column peak_memory_gib; known: run_id"),
+        ({"run": run_row(1, status="successful")}, "status must be one of ok, oom"),
+        ({"run": run_row(1, source="guessed")}, "source must be one of"),
+        ({"run": run_row(1, oom_kind="disk")}, "oom_kind must be one of"),
+        ({"run": run_row(1, quality="fine")}, "quality must be one of trusted, suspect, untrusted"),
+        ({"run": run_row(1, smact=55.0)}, r"smact must be in \[0, 1\], got 55.0"),
+        ({"run": run_row(1, drama=-0.1)}, r"drama must be in \[0, 1\]"),
+        ({"run": run_row(1, power_w=float("nan"))}, "power_w must be a finite number or None"),
+        ({"run": run_row(1, steps="many")}, "steps must be int64, got 'many'"),
+        ({"run": run_row(1, run_id="../../x")}, "run_id must be of letters"),
+        ({"run": run_row(1, run_id="merged-1")}, "must not look like a merged file"),
+        ({"run": run_row(1, family=None)}, "family is required"),
+        ({"run": run_row(1, status="fine", smact=2.0, nonsense=1)}, r"status.*smact.*unknown column"),  # all together
+        ({"telemetry": samples(3, sm_active=[0.1] * 3)}, "unknown column sm_active"),
+        ({"telemetry": samples(3, gpu_util=[0.1, 99.0, None])}, r"gpu_util must be in \[0, 1\]"),
+        ({"telemetry": samples(3, run_id=["J-000001", "J-000001", "other"])}, "run_id must be 'J-000001' in every row"),
+        ({"telemetry": samples(3, phase=["warmup", None, "later"])}, "phase must be one of"),
+        (
+            {"telemetry": samples(3, quality=["measured", None, "odd"])},
+            "quality must be one of measured, repeated, unavailable, suspect",
+        ),
+        ({"telemetry": samples(3, power_w=[1.0, float("inf"), None])}, "power_w must be finite"),
         ({"kernels": kernels(timing=["stopwatch"] * 2)}, "timing must be one of"),
         ({"kernels": kernels(operator=["aten::mm", None])}, "operator is required"),
         ({"kernels": kernels(duration_us=[1.0, float("nan")])}, "duration_us must be finite"),
@@ -112,10 +88,11 @@ def test_telemetry_that_breaks_the_schema_is_refused(folder, columns, message):
         ({"collocations": collocations(group_id=[None])}, "group_id is required"),
     ],
 )
-def test_other_tables_that_break_the_schema_are_refused_and_nothing_is_written(folder, tables, message):
+def test_rows_that_break_the_schema_are_refused_and_nothing_is_written(folder, given, message):
+    before = sorted(folder.root.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        RunWriter(folder).write(run_row(1), samples(1), **tables)
-    assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM kernels)") == [(0, 0)]
+        RunWriter(folder).write(**{"run": run_row(1), "telemetry": samples(3)} | given)
+    assert sorted(folder.root.rglob("*")) == before
 
 
 @pytest.mark.parametrize("failing_call", [1, 2, 3, 4])

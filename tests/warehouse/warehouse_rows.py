@@ -11,15 +11,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 
 import warehouse
-from conf.plain_text import sql_text
 from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
+from warehouse.tables.duckdb_access import existing_database
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
 HOUR_S = 3600.0
@@ -107,12 +106,9 @@ def ask(data, sql: str, **how) -> list[tuple]:
 
 def ask_plainly(folder, sql: str) -> list[tuple]:
     """Rows of a query, as any client of DuckDB reads them from the folder's file of views."""
-    duckdb.execute("SET enable_external_file_cache = false")  # as in a process that starts now
-    duckdb.execute(f"ATTACH {sql_text(str(folder.warehouse))} AS views (READ_ONLY)")
-    try:
-        return duckdb.execute(f"USE views; {sql}").fetchall()
-    finally:
-        duckdb.execute("USE memory; DETACH views")
+    with existing_database(folder.warehouse) as connection:
+        connection.execute("SET enable_external_file_cache = false")  # as in a process that starts now
+        return connection.execute(sql).fetchall()
 
 
 def findings_of(folder):
