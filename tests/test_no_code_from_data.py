@@ -50,6 +50,14 @@ LOADERS = {
 SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten_trees():
+    """Millions of objects that the collector would walk through in all later tests; test_architecture comes before."""
+    yield
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
+
+
 def sources():
     return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 

@@ -15,6 +15,7 @@ from conf.cli.command_line import run
 from farm import submit
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICK_TO_START = "farm.sbatch"
 SUBMITTED = ["+arch=mlp", "n=1", "detach=true", "device=simulated"]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="closes standard files as Linux has them")
 
@@ -62,12 +63,12 @@ def test_an_odd_environment_changes_nothing_but_how_things_are_shown(queued):
 
 def test_a_current_folder_that_is_gone_is_one_line(place):
     (place / "gone").mkdir()
-    code, out, err = start(place / "gone", "farm.status", before='rmdir "$PWD"; ')
+    code, out, err = start(place / "gone", QUICK_TO_START, before='rmdir "$PWD"; ')
     assert (code, out) == (2, b"") and is_one_line(err) and b"current folder has been removed" in err
 
 
 def test_closed_output_is_refused_before_anything_is_done(place):
-    code, out, err = start(place, "farm.status", redirect=">&-")
+    code, out, err = start(place, QUICK_TO_START, redirect=">&-")
     assert (code, out) == (2, b"") and is_one_line(err) and b"standard output is closed" in err
 
 
@@ -83,7 +84,7 @@ def test_closed_input_and_closed_errors_do_no_harm(place):
 @pytest.mark.parametrize(
     ("unbuffered", "arguments"),
     [
-        ("1", ["farm.status", "--help"]),
+        ("1", [QUICK_TO_START, "--help"]),
         (None, ["warehouse.query", "SELECT unnest(range(5000)) AS n", "format=csv"]),
     ],
 )
@@ -95,7 +96,7 @@ def test_output_that_cannot_be_written_is_one_line_and_no_silent_0(queued, argum
 
 def test_a_reader_that_has_had_enough_is_no_mistake(place):
     done = subprocess.run(
-        ["sh", "-c", '{ "$@"; echo "$?" >&2; } | head -n 1', "sh", sys.executable, "-m", "farm.status", "--help"],
+        ["sh", "-c", '{ "$@"; echo "$?" >&2; } | head -n 1', "sh", sys.executable, "-m", QUICK_TO_START, "--help"],
         cwd=place,
         capture_output=True,
         timeout=120,

@@ -142,7 +142,7 @@ def llama():
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=5,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=100,
