@@ -62,6 +62,9 @@ def write_csv(path, names, rows):
     return path
 
 
+MOSTLY_MLPS = ("mlp", "mlp", "mlp", "cnn")  # families of configs that are traced: CNNs take longer
+
+
 def import_csv(data, path, source, names, rows):
     """Write a CSV file as a source publishes them, and ingest it into the data folder."""
     ingest(IngestSettings(source=source, path=str(write_csv(path, names, rows)), data=str(data)))
@@ -72,11 +75,16 @@ def write_published(path, rows):
     return write_csv(path, PUBLISHED, ((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows))
 
 
+def runner(command, entry):
+    """Return a function that runs a command with its arguments in this process and returns its exit code."""
+    return lambda *argv: cli.run(command, entry, list(argv))
+
+
 def run_estimate(*argv):
     """Return the exit code of `learn.estimate` with these arguments, in this process."""
     from learn.commands.estimate import entry
 
-    return cli.run("estimate", entry, list(argv))
+    return runner("estimate", entry)(*argv)
 
 
 def make_configs(n, seed=0, families=("cnn", "mlp")):

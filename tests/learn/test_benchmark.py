@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark, entry
 from learn.estimators import protocol as estimators
@@ -21,7 +20,7 @@ from learn.judging import benchmark_view
 from learn.judging.evaluate import classes_of, hold_out
 from learn.judging.scores import sample
 from learn.rows.data import load_rows, make_bins
-from tests.learn.learn_rows import make_configs, published_mlp, write_batch, write_published
+from tests.learn.learn_rows import make_configs, published_mlp, runner, write_batch, write_published
 from tests.surroundings import ENDS_WITHIN_S
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -37,8 +36,7 @@ def settings(path, **values):
     return BenchmarkSettings(**{"published": str(path), "estimators": ("hundreds",), "workers": 0, **values})
 
 
-def run(*argv):
-    return cli.run("benchmark", entry, list(argv))
+run = runner("benchmark", entry)
 
 
 OK = "SUCCESSFUL"

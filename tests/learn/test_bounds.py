@@ -97,26 +97,6 @@ def test_of_runs_of_one_batch_that_differ_the_median_counts_and_none_lies_above_
     assert done.process_mib is not None and done.peak_memory_mib == pytest.approx(2300, abs=1) and done.upper_mib > 2600
 
 
-def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
-    at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
-    half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)
-    for job, config, more_mib, about in (
-        ("counts", half, 250, {}),
-        ("simulated", half, 900, {"source": "simulated"}),
-        ("of-no-gpu", half, 900, {"device_uuid": None}),
-        ("other", other, 900, {}),
-    ):
-        measured(tmp_path / "d", config, job, at[32].process_mib + more_mib, **about)
-    done = estimate(MLP, data=tmp_path / "d", known="runs", machine="current")
-    assert done.answered_by["memory"] == "trace with 1 measured run"
-    assert at[64].card_mib + 245 < done.peak_memory_mib < at[64].card_mib + 400
-    unknown = dataclasses.replace(MLP, depth=6)
-    assert estimate(unknown, data=tmp_path / "d", known="runs").answered_by["memory"] == "hybrid (default)"
-    assert "the data folder has no run of this job" in estimate(unknown, data=tmp_path / "d", known="runs").warnings[-1]
-    with pytest.raises(UsageError, match="known=runs is for trial configs"):
-        estimate(net, images(8), known="runs")
-
-
 @pytest.fixture
 def measured_folder(tmp_path):
     """A data folder that measured MLP at half its batch, 250 MiB above the trace, on an A100."""
@@ -125,15 +105,21 @@ def measured_folder(tmp_path):
 
 
 def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(measured_folder, monkeypatch):
-    named = estimate(MLP, data=measured_folder, known="runs")
+    named, without = (estimate(MLP, data=measured_folder, known=known) for known in ("runs", "none"))
     done = estimate(MLP, data=measured_folder)
-    assert done.answered_by["memory"] == "trace with 1 measured run"
+    assert done.answered_by["memory"] == named.answered_by["memory"] == "trace with 1 measured run"
     assert (done.peak_memory_mib, done.upper_mib) == (named.peak_memory_mib, named.upper_mib)
+    assert without.card_mib + 245 < done.peak_memory_mib < without.card_mib + 400
     assert "measured of this job, at a batch of 32; known=none leaves them out" in done.warnings[0]
     monkeypatch.setenv("GPUFARM_DATA", str(measured_folder))
     assert estimate(MLP).peak_memory_mib == done.peak_memory_mib
     by = {one.device: one.estimate.answered_by["memory"] for one in devices_that_fit(MLP, devices=["A100", "H100"])}
     assert by == {"A100-SXM4-40GB": "trace with 1 measured run", "H100-SXM5-80GB": "hybrid (default)"}
+    unknown = estimate(dataclasses.replace(MLP, depth=6), known="runs")
+    assert unknown.answered_by["memory"] == "hybrid (default)"
+    assert "the data folder has no run of this job" in unknown.warnings[-1]
+    with pytest.raises(UsageError, match="known=runs is for trial configs"):
+        estimate(net, images(8), known="runs")
 
 
 def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_folder):
@@ -180,13 +166,21 @@ def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_p
         estimate(MLP, known="runs")
 
 
-def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured_folder):
-    measured(measured_folder, MLP, "b", 9000, config="{no JSON")
-    measured(measured_folder, dataclasses.replace(MLP, depth=5), "c", 9000)
-    measured(measured_folder, dataclasses.replace(MLP, optimizer="sgd"), "d", 9000)
-    measured(measured_folder, MLP, "e", 79_000, status="ok")
-    done = estimate(MLP, data=measured_folder)
+def test_runs_of_other_jobs_and_gpus_simulated_ones_and_odd_ones_are_passed_over(measured_folder):
+    alone = estimate(MLP, data=measured_folder)
+    half = dataclasses.replace(MLP, batch_size=32)
+    for job, config, mib, about in (
+        ("simulated", half, 9000, {"source": "simulated"}),
+        ("of-no-gpu", half, 9000, {"device_uuid": None}),
+        ("of-no-config", MLP, 9000, {"config": "{no JSON"}),
+        ("other", dataclasses.replace(MLP, depth=5), 9000, {}),
+        ("optimizer", dataclasses.replace(MLP, optimizer="sgd"), 9000, {}),
+        ("too-much", MLP, 79_000, {"status": "ok"}),
+    ):
+        measured(measured_folder, config, job, mib, **about)
+    done = estimate(MLP, data=measured_folder, machine="current")
     assert done.answered_by["memory"] == "trace with 1 measured run" and "at a batch of 32;" in done.warnings[0]
+    assert (done.peak_memory_mib, done.upper_mib) == (alone.peak_memory_mib, alone.upper_mib)
 
 
 def test_the_command_takes_a_coverage_and_measured_runs_also_as_json(answer, shown):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.cli import command_line as cli
+from conf.errors import UsageError
 from featurize.families import mlp
 from learn import build_defaults, estimate, estimate_many
 from learn.build_defaults import TARGETS, WHERE, entry
@@ -26,7 +26,7 @@ from learn.fitting.config_models import fit_config_model, labelled_rows
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from tests.learn.learn_rows import make_configs, make_rows, write_batch, write_csv
+from tests.learn.learn_rows import make_configs, make_rows, runner, write_batch, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 
@@ -52,8 +52,7 @@ def published(folder):
     return folder
 
 
-def run(*argv):
-    return cli.run("build_defaults", entry, list(argv))
+run = runner("build_defaults", entry)
 
 
 def contents(folder):
@@ -240,5 +239,5 @@ def test_models_without_a_figure_that_method_fast_learns_are_refused(targets, bo
 
 def test_a_family_without_held_out_rows_is_refused_since_its_errors_are_unknown():
     rows = make_rows("memory", make_configs(20, families=("mlp",)), range(1000, 1020))
-    with pytest.raises(cli.UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
+    with pytest.raises(UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
         fit_config_model("memory", rows, 0)

@@ -6,12 +6,11 @@ import pytest
 from torch import nn
 
 import learn.calibrate as calibrate_command
-from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import CURRENT, DESCRIBED, EAGER, MachineProfile, load_device, machine, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
-from tests.learn.learn_rows import make_configs, write_batch
+from tests.learn.learn_rows import make_configs, runner, write_batch
 from warehouse.files.folder import DataFolder
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
@@ -149,8 +148,7 @@ def test_an_unknown_machine_names_the_known_ones(odd):
         estimate(mlp, [32, 64], machine=odd)
 
 
-def run(*argv):
-    return cli.run("calibrate", calibrate_command.entry, list(argv))
+run = runner("calibrate", calibrate_command.entry)
 
 
 def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, answer, shown):

@@ -14,8 +14,8 @@ from learn.judging.evaluate import classes_of, metrics_of, parts_of
 from learn.judging.report import metric_rows
 from learn.judging.scores import Asked, Given, Scored, bound_scores, described, exceeds, figures_of, labels_are_its_own
 from learn.rows.data import get_target, make_bins, memory_bins
-from learn.rows.step_store import compute
-from tests.learn.learn_rows import make_configs, make_rows, write_batch
+from learn.rows.step_store import StepStore
+from tests.learn.learn_rows import MOSTLY_MLPS, make_configs, make_rows, write_batch
 
 
 def rows_of(n=60, copies=2):
@@ -144,19 +144,21 @@ def test_folds_keep_groups_whole_and_are_about_equal():
 # -- labels that the estimator itself simulated
 
 
-CONFIGS = make_configs(32, seed=11)
+CONFIGS = make_configs(32, seed=11, families=MOSTLY_MLPS)
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     """A data folder whose labels are the trace's own figures, off by the rounding of another order of sums."""
-    values = [compute(case).values for case in of_configs(CONFIGS)]
+    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
+    steps, cases = StepStore(data), of_configs(CONFIGS)
+    steps.prepare(cases, workers=0)  # in the data folder, where the fit finds them
+    values = [steps.record(case).values for case in cases]
     noise = 1 + 4e-16 * np.random.default_rng(0).choice([-1, 0, 1], len(CONFIGS))
     labels = {
         column: noise * [of_case[name] for of_case in values]
         for column, name in (("peak_memory_mib", "job_memory_mib"), ("drama", "job_priced_drama"))
     }
-    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
     write_batch(data, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
     return data
 

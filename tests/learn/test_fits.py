@@ -213,8 +213,8 @@ def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
 
 
 def test_a_target_is_scaled_with_the_inputs():
-    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
-    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
+    largest = largest_batch(net, [2048, 256], target=[2048], device=card(700), estimator="trace")
+    assert largest.batch == largest_batch(net, [2048, 256], device=card(700), estimator="trace").batch
 
 
 # -- batches of several shapes

@@ -10,15 +10,15 @@ from conf.units import MIB_PER_GIB
 from featurize.families.cnn import Config
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore, with_suspects
-from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch, write_runs
+from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch
 
 
 def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     configs = make_configs(50)
     statuses = ["ok"] * 40 + ["oom"] * 6 + ["crashed", "timeout", "invalid", "crashed"]
-    ids = write_runs(data, configs, statuses=statuses)
+    write_batch(data, configs, statuses=statuses)
     rows = load_rows(data, "memory")
-    assert rows.run_ids.tolist() == ids[:46] and rows.configs == tuple(configs[:46])
+    assert rows.run_ids.tolist() == [f"job-{i:06d}" for i in range(46)] and rows.configs == tuple(configs[:46])
     assert rows.censored.tolist() == [False] * 40 + [True] * 6
     np.testing.assert_array_equal(rows.label[:40], labels_of(configs)["peak_memory_mib"][:40])
     assert set(rows.label[40:]) == {40_326.0} and rows.ceiling_mib == 40_326.0
@@ -32,32 +32,38 @@ def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     assert set(again.label[again.censored]) == {40_326.0, 0.25 * 40_326.0} and again.ceiling_mib == 40_326.0
 
 
-def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):
-    configs = make_configs(80)
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A data folder of 45 simulated rows and 35 measured ones."""
+    data, configs = tmp_path_factory.mktemp("mixed") / "a'; echo foo", make_configs(80)
     write_batch(data, configs[:45], statuses=["ok"] * 45)
     write_batch(data, configs[45:], statuses=["ok"] * 35, source="measured", job="real")
+    return data
+
+
+def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(mixed):
     with pytest.raises(UsageError, match=r"several sources \(simulated: 45, measured: 35\).*source=simulated"):
-        load_rows(data, "memory")
-    assert len(load_rows(data, "memory", source="measured")) == 35
+        load_rows(mixed, "memory")
+    assert len(load_rows(mixed, "memory", source="measured")) == 35
     with pytest.raises(UsageError, match="no usable rows with source=imported; there are simulated: 45"):
-        load_rows(data, "memory", source="imported")
+        load_rows(mixed, "memory", source="imported")
 
 
 def test_sources_are_mixed_only_where_a_list_names_them(data):
-    configs = make_configs(80)
+    configs = make_configs(50)
     write_batch(data, configs[:40], statuses=["ok"] * 40, source="imported")
-    write_batch(data, configs[40:], statuses=["ok"] * 40, source="measured", job="real", device="NVIDIA H100 80GB HBM3")
+    write_batch(data, configs[40:], statuses=["ok"] * 10, source="measured", job="real", device="NVIDIA H100 80GB HBM3")
     rows = load_rows(data, "memory", source=["imported", "measured"])
-    assert rows.count("source") == {"imported": 40, "measured": 40}
+    assert rows.count("source") == {"imported": 40, "measured": 10}
     assert {case.training_loop for case in rows.cases} == {False, True}, "by which estimators tell them apart"
     assert len(load_rows(data, "memory", source=["imported", "simulated"])) == 40
 
 
 def test_family_is_chosen_and_an_absent_one_is_named(data):
-    write_batch(data, make_configs(70), statuses=["ok"] * 70)
+    write_batch(data, make_configs(40, families=("mlp", "mlp", "mlp", "cnn")), statuses=["ok"] * 40)
     assert set(load_rows(data, "memory", family="mlp").family) == {"mlp"}
-    assert len(load_rows(data, "memory", family="all")) == 70
-    with pytest.raises(UsageError, match="family=gpt; there are cnn: 35, mlp: 35"):
+    assert len(load_rows(data, "memory", family="all")) == 40
+    with pytest.raises(UsageError, match="family=gpt; there are mlp: 30, cnn: 10"):
         load_rows(data, "memory", family="gpt")
 
 
@@ -100,13 +106,10 @@ def test_untrusted_runs_and_those_beside_others_are_left_out_and_counted_and_sus
         load_rows(data / "few", "memory")
 
 
-def test_fingerprint_is_of_the_data_and_not_of_its_order(data):
-    write_batch(data, make_configs(40), statuses=["ok"] * 40)
-    rows = load_rows(data, "memory")
-    assert (
-        rows.fingerprint() == rows.subset(np.arange(40)[::-1]).fingerprint() == load_rows(data, "memory").fingerprint()
-    )
-    assert rows.fingerprint() != rows.subset(np.arange(39)).fingerprint() != load_rows(data, "drama").fingerprint()
+def test_fingerprint_is_of_the_data_and_not_of_its_order(mixed):
+    rows, again, of_drama = (load_rows(mixed, target, source="measured") for target in ("memory", "memory", "drama"))
+    assert rows.fingerprint() == rows.subset(np.arange(35)[::-1]).fingerprint() == again.fingerprint()
+    assert rows.fingerprint() != rows.subset(np.arange(34)).fingerprint() != of_drama.fingerprint()
 
 
 def test_an_imported_activity_of_nothing_is_no_label_and_a_farm_runs_is_and_a_memory_never(data):

@@ -5,17 +5,16 @@ from datetime import UTC, datetime
 
 import pytest
 
-from conf.cli import command_line as cli
 from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
 from learn.commands import fit as fit_module
 from learn.fitting.artifacts import find_latest, versions
 from learn.rows.data import load_rows
-from tests.learn.learn_rows import make_configs, write_batch
+from tests.learn.learn_rows import make_configs, runner, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 
-N = 120
+N = 100
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,7 @@ def settings(data, **changes):
     return FitSettings(target="memory", estimator="lightgbm", data=str(data), **changes)
 
 
-def run(*argv):
-    return cli.run("fit", fit_module.entry, list(argv))
+run = runner("fit", fit_module.entry)
 
 
 def test_command_prints_the_figures_and_the_artifacts_path(data, shown):

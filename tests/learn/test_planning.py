@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp
@@ -21,6 +20,7 @@ from learn.planning.search import Findings
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.featurize.small_nets import Block, Computes
+from tests.learn.learn_rows import runner
 from tests.parsed_page import ParsedPage
 
 WIDTH = 1024
@@ -63,7 +63,7 @@ def all_modes(monkeypatch):
 def eight():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "meshes_of", replicas_of)
-        return planned()
+        return planned(batch=4096)
 
 
 # -- rows
@@ -87,7 +87,7 @@ def test_batches_double_until_they_do_not_fit_and_checkpointing_begins_at_the_la
         assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False] and rows[-1].why
     without = max(row.micro_batch for row in eight.fitting if row.checkpointing is None)
     assert min(row.micro_batch for row in eight.rows if row.checkpointing == "full") == without
-    assert max(row.micro_batch for row in eight.fitting) > 1024
+    assert max(row.micro_batch for row in eight.fitting) > 4096
     assert {row.mesh for row in eight.rows} == {"ddp=8"}
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_quicker_with_less_memory_than_the_frontier(eight):
 
 
 def test_a_global_batch_is_split_into_micro_steps():
-    done = planned(global_batch=64 * 1024, checkpointing="none", batch=512)
+    done = planned(global_batch=64 * 1024, checkpointing="none")
     assert {row.micro_batch * row.accumulation * 8 for row in done.rows} == {64 * 1024}
     (row,) = (one for one in done.rows if one.accumulation == 8)
     whole = estimate(net, [row.micro_batch, WIDTH], device=CARD, parallel="ddp=8", accumulation=8)
@@ -129,18 +129,17 @@ def test_a_model_without_blocks_is_planned_without_checkpointing():
     assert recomputed and all("repeated blocks" in row.why for row in recomputed)
 
 
-deep = partial(net, 9)
-
-
 @pytest.mark.needs_mode("fsdp")
 def test_blocks_that_repeat_are_traced_once(all_modes):
-    done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
+    device = replace(CARD, memory_mib=4200.0)
+    options = {"modes": ["ddp", "fsdp"], "checkpointing": "none", "device": device}
+    done = planned(gpus=2, model=partial(net, 9), batch=4096, **options)
     rows = {row.mesh: [one for one in done.rows if one.mesh == row.mesh] for row in done.rows}
     assert {row.known for row in rows["ddp=2"]} <= {"traced", None}
     chosen = [row for row in rows["fsdp=2"] if row.known == "extrapolated"]
     assert chosen and any("traced with 4 and 5 of 9 blocks" in note for note in done.notes)
     for row in chosen:
-        whole = estimate(deep, [row.micro_batch, WIDTH], device=CARD, parallel=row.parallel)
+        whole = estimate(partial(net, 9), [row.micro_batch, WIDTH], device=device, parallel=row.parallel)
         assert (row.peak_memory_mib, row.upper_mib) == (whole.peak_memory_mib, whole.upper_mib)
         if row.fits:
             assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=0.01)
@@ -200,7 +199,7 @@ def test_a_wrong_value_is_refused(options, problem):
 
 @pytest.mark.needs_mode("pp")
 def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(all_modes):
-    done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
+    done = planned(gpus=2, modes=["pp"], batch=4096, checkpointing="none")
     assert {row.mesh for row in done.rows} == {"pp=2"} and {row.accumulation for row in done.rows} == {8}
     best = done.best
     layout, batch = best.parallel.changed(micro_batches=8), [8 * best.micro_batch, WIDTH]
@@ -270,8 +269,7 @@ def test_the_page_has_the_picture_all_rows_and_what_was_left_out(eight, tmp_path
 # -- the command
 
 
-def run(*argv):
-    return cli.run("plan", entry, list(argv))
+run = runner("plan", entry)
 
 
 JOB = ("model=tests.learn.test_planning:net", f"input=[1024,{WIDTH}]", "device=T4")

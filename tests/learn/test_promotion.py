@@ -55,11 +55,11 @@ def fitted(base, data):
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
-    """(folder, three nights): 100 rows, 200 more, and none."""
+    """(folder, three nights): 80 rows, 140 more, and none."""
     data = tmp_path_factory.mktemp("grown")
-    write_batch(data, POOL[:100], job="n0")
+    write_batch(data, POOL[:80], job="n0")
     nights = [night(data, 0)]
-    write_batch(data, POOL[100:300], job="n1")
+    write_batch(data, POOL[80:220], job="n1")
     return data, [*nights, night(data, 1), night(data, 2)]
 
 

@@ -76,7 +76,7 @@ def test_rows_without_a_job_say_why(ask, values, message):
 
 
 @needs["timm"]
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "swinv2_cr_tiny_ns_224", "levit_128s"])
 def test_a_timm_model_trains_on_images_of_its_own_size(name):
     workload = workload_of(timm_row(name))
@@ -92,7 +92,7 @@ def test_a_model_that_timm_does_not_have_is_told_with_the_release():
         workload_of(timm_row("resnet_of_tomorrow")).batch("meta")
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in LARGE])
 def test_every_known_model_trains_a_step(name):
     library, kind = KNOWN_MODELS[name].args[0].partition(".")[0], KNOWN_MODELS[name].args[1]
