@@ -294,33 +294,26 @@ class Training:
         """Return whether a `GradScaler` is used."""
         return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
 
-    @property
-    def compile_mode(self) -> str | None:
-        """The mode of torch.compile; None where the model is not compiled."""
-        return self.compile if isinstance(self.compile, str) else "default" if self.compile else None
-
-    def beyond_trials(self) -> tuple[str, ...]:
-        """Return the settings, as `name=value`, that trial configs lack, and an optimizer that no model was fitted
-        on."""
-        return self._beyond("cudnn_benchmark", "channels_last", "framework")
-
-    def beyond_fits(self) -> tuple[str, ...]:
-        """Return the settings among `beyond_trials` that no fitted model covers.
-
-        When gradients are freed, and weight decay, are not among them: tensors that live longer, or are copied, are in
-        the traced peak, which fitted models scale. The framework is not, as it changes the host's time alone.
-        """
-        return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad", "weight_decay")
-
-    def _beyond(self, *known: str) -> tuple[str, ...]:
-        return tuple(
-            f"{field.name}={value}"
+    def beyond_trials(self) -> dict[str, Any]:
+        """Return the settings that trial configs lack, and an optimizer that no model was fitted on. The framework is
+        not among them, as it changes the host's time alone."""
+        return {
+            field.name: value
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
             and not (field.name == "optimizer" and self.optimizer in FITTED_OPTIMIZERS)
             and not (field.name == "precision" and self.precision in PRECISIONS)
-            and field.name not in known
-        )
+            and field.name not in ("cudnn_benchmark", "channels_last", "framework")
+        }
+
+    def beyond_fits(self) -> tuple[str, ...]:
+        """Return the settings among `beyond_trials`, as `name=value`, that no fitted model covers.
+
+        When gradients are freed, and weight decay, are not among them: tensors that live longer, or are copied, are in
+        the traced peak, which fitted models scale.
+        """
+        beyond = self.beyond_trials().items()
+        return tuple(f"{name}={value}" for name, value in beyond if name not in ("zero_grad", "weight_decay"))
 
     def _exclusions(self) -> list[str]:
         known = OPTIMIZERS[self.optimizer].implementations

@@ -257,7 +257,7 @@ class Tracing:
             require_8_bits(self.spec)
         if training.compile:
             self._compiled[""] = None
-        mode = training.compile_mode or ""
+        mode = training.compile if isinstance(training.compile, str) else ""
         if mode.startswith("max-autotune"):
             self._notes[AUTOTUNED] = None
         graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None

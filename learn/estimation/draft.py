@@ -177,7 +177,8 @@ class Draft:
     def _ask_method(self, estimator: str) -> None:
         """Take memory from a training-free method. Raises `UsageError` with the method's reason."""
         if beyond := training_of(self.alone.settings).beyond_trials():
-            raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
+            unknown = ", ".join(f"{name}={value}" for name, value in beyond.items())
+            raise UsageError(f"estimator={estimator} has no answer: it does not know {unknown}")
         known = get_estimator(estimator)
         assert issubclass(known, Peer), estimator
         try:

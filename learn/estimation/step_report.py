@@ -243,8 +243,7 @@ def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: Sim
         settings = job.config.to_mapping()
     else:
         always = ("optimizer", "precision", "cudnn_benchmark", "channels_last")
-        settings = {name: getattr(job.settings, name) for name in always}
-        settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
+        settings = {name: getattr(job.settings, name) for name in always} | training_of(job.settings).beyond_trials()
         settings["inputs"] = ", ".join(
             f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors_of(job.batch("meta")[0])
         )
