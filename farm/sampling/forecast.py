@@ -122,20 +122,20 @@ class Forecaster:
     def _trace(
         self, configs: list[TrialConfig], places: np.ndarray, figures: Mapping[str, np.ndarray], ways: np.ndarray
     ) -> None:
+        from learn.estimators.protocol import records_of
         from learn.job.training_job import Case
-        from learn.rows.step_store import StepStore
+        from learn.rows.data import get_target
+        from learn.rows.step_store import StepStore, traced_column
 
         cases = [Case(config, self.device.name, self.training_loop, described=self.device) for config in configs]
         steps = StepStore(self.data)
         steps.prepare(cases, workers=self.workers)
-        for place, case in zip(places, cases, strict=True):
-            record = steps.record(case)
-            if record.error is None:  # otherwise the plan's figure remains
-                ways[place] = "trace"
-                figures["memory"][place] = record.values["job_memory_mib"]
-                figures["step_time"][place] = record.values["job_step_time_ms"]
-                for name in ("smact", "smocc", "drama"):
-                    figures[name][place] = record.values[f"job_priced_{name}"]
+        records, _ = records_of(cases, steps)  # of the others, the plan's figures remain
+        traced = places[list(records)]
+        ways[traced] = "trace"
+        for name, figure in figures.items():
+            column = traced_column(get_target(name))
+            figure[traced] = [record.values[column] for record in records.values()]
 
 
 def describe_configs(
