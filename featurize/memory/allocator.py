@@ -398,15 +398,12 @@ class CachingAllocator:
             return SMALL_SEGMENT
         return self._large_segment if size < MIDDLE_REQUEST else -(-size // LARGE_STEP) * LARGE_STEP
 
-    def _is_allowed(self, segment: int) -> bool:
-        return self._allowed is None or self.reserved_bytes + segment <= self._allowed
-
     def _fits(self, nbytes: int) -> bool:
         return self.reserved_bytes + nbytes <= self._capacity
 
     def _grow(self, pool: Pool, size: int) -> Piece | None:
         segment = self._segment_bytes(size)
-        if not self._is_allowed(segment):
+        if self._allowed is not None and self.reserved_bytes + segment > self._allowed:
             return None
         if self._expandable:
             return self._expand(pool, size)

@@ -469,8 +469,7 @@ def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
 
     `batch_size` is of one micro-step; each loads a batch.
     """
-    nbytes = trace.batch_bytes
-    return micro_steps * python_loader_ms(batch_size, nbytes // micro_steps)
+    return micro_steps * python_loader_ms(batch_size, trace.batch_bytes // micro_steps)
 
 
 def python_loader_ms(samples: int, nbytes: int) -> float:

@@ -72,7 +72,7 @@ def convert_float8(
     """
     package: Any = import_library("torchao.float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if any(map(is_float8, layers.values())):
+    if any(type(layer).__name__ == "Float8Linear" for layer in layers.values()):
         raise UsageError("float8: the model holds layers that torchao converted already: leave float8 out")
     chosen = {
         name
@@ -88,11 +88,6 @@ def convert_float8(
     if all_gather:
         config = package.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     package.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
-
-
-def is_float8(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that torchao converted."""
-    return type(module).__name__ == "Float8Linear"
 
 
 def multiplies_8_bits(operators: Iterable[Operator]) -> bool:
@@ -330,8 +325,7 @@ def _prepare(model: nn.Module, settings: Training) -> nn.Module:
     if settings.float8 is not None:
         convert_float8(model, settings.float8, settings.float8_skip, all_gather=settings.float8_all_gather)
     if settings.quantize is not None:
-        keeps = settings.quantize_keeps_inputs
-        quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=keeps)
+        quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=settings.quantize_keeps_inputs)
     if settings.checkpointing is not None:
         checkpoint_blocks(
             model, settings.checkpointing, every=settings.checkpoint_every, reentrant=settings.checkpoint_reentrant

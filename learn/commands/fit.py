@@ -80,8 +80,7 @@ def foreign_keys(settings: Any, taken: Sequence[str], of: str = f"target={SLOWDO
         for field in fields(settings)
         if field.name not in taken and getattr(settings, field.name) not in (field.default, ())
     ]
-    listed = ", ".join(taken[1:])
-    return [f"{', '.join(set_keys)}: {of} takes {listed} alone"] if set_keys else []
+    return [f"{', '.join(set_keys)}: {of} takes {', '.join(taken[1:])} alone"] if set_keys else []
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -120,7 +120,10 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     if given is None or given == RUNS or leaves_out(given):
         return ()
     if isinstance(given, str):
-        given = _from_json(given)
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(given)}") from error
     if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
         advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
         raise UsageError(f"{_TAKES}; got {shown(given)}{advice}")
@@ -144,14 +147,6 @@ def _of_mapping(value: object) -> KnownRun:
 def leaves_out(known: object) -> bool:
     """Return whether `known=` asks for an estimate without measured runs: the word `NONE`, or an empty list."""
     return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
-
-
-def _from_json(text: str) -> Any:
-    """Return the content of JSON text. Raises `UsageError` for other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def move_by_runs(

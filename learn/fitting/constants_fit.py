@@ -549,8 +549,7 @@ def fit_links(
     Args:
         data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
     """
-    measured = query_rows(data, _REDUCED)
-    rows, left_out = read_each(measured, lambda values: _read_measured(*values))
+    rows, left_out = read_each(query_rows(data, _REDUCED), lambda values: _read_measured(*values))
     if not rows:
         return packaged_links(), [], left_out
     devices = np.array([row.device.name for row in rows])

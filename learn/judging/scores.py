@@ -550,8 +550,7 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str) -> d
 
 def worst_of(rows: Sequence[Scored], constant: float | None, n: int, *, space: str) -> list[tuple[Scored, float]]:
     """Return the `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
-    pairs = signed_errors(rows, constant, space=space)
-    return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
+    return sorted(signed_errors(rows, constant, space=space), key=lambda pair: -abs(pair[1]))[:n]
 
 
 def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str) -> Iterator[tuple[Scored, float]]:

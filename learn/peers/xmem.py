@@ -85,8 +85,7 @@ class XMem(Peer):
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         _require_memory(workload)
         static, batch, events = _profile(workload)
-        blocks = pair(events)
-        reserved, peak = replay(static, batch, events, blocks)
+        reserved, peak = replay(static, batch, events, pair(events))
         parts = {kind: nbytes / MIB for kind, nbytes in peak.items()}
         return parts | {"cached by the allocator": (reserved - sum(peak.values())) / MIB}
 

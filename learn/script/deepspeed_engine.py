@@ -392,8 +392,7 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        wanted = getattr(context, "name", None)
-        return [_Distribution()] if wanted == NAME and self._is_there() else []
+        return [_Distribution()] if getattr(context, "name", None) == NAME and self._is_there() else []
 
 
 class _Distribution(importlib.metadata.Distribution):
