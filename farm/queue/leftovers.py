@@ -233,6 +233,9 @@ def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
 
 def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     try:
+        # One read rules out most processes; psutil reads three files of each.
+        if not recorded and SESSION_VARIABLE.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes():
+            return False
         if set(process.uids()) != {os.geteuid()}:
             return False
         marker_now = identity(process.pid)
