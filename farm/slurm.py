@@ -112,7 +112,10 @@ def _answer_wanted(
             _forget_oldest(rows)
             write_table(settings.path, rows)
             print(f"{one_line(directive)}: {rows[directive].comment}", flush=True)
-    _clear_answered(settings.wanted, rows)
+    # Emptied once every directive is answered. The plugin repeats a line added meanwhile.
+    wanted = settings.wanted
+    if wanted.exists() and wanted.stat().st_size and all(directive in rows for directive in read_wanted(wanted)):
+        os.truncate(wanted, 0)
 
 
 def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
@@ -198,12 +201,6 @@ def read_wanted(path: Path) -> Iterator[str]:
     for line in dict.fromkeys(text.split("\n")):
         if line and len(line.encode(**_CODING)) <= _LONGEST and not _CONTROL.search(line):
             yield line
-
-
-def _clear_answered(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
-    """Empty the plugin's file once every directive is answered. The plugin repeats a line added meanwhile."""
-    if path.exists() and path.stat().st_size and all(directive in rows for directive in read_wanted(path)):
-        os.truncate(path, 0)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,10 @@ def shadowing_files() -> dict[str, str]:
     return shadowing
 
 
-def require_own_packages(arguments: Sequence[str] | None = None) -> None:
-    """End the process with one line and exit code 2 if another file hides a package of this project.
-
-    Args:
-        arguments: The process's command line; None is `sys.orig_argv`.
-    """
+def require_own_packages() -> None:
+    """End the process with one line and exit code 2 if another file hides a package of this project."""
     if shadowing := shadowing_files():
-        _refuse(shadowing, sys.orig_argv if arguments is None else arguments)
+        _refuse(shadowing, sys.orig_argv)
 
 
 def working_folder() -> str | None:

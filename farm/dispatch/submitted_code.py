@@ -59,19 +59,12 @@ class SubmittedCode:
     def _knows(self, entry: str) -> bool:
         if entry in _of_this_process or entry in self._recorded:
             return True
-        self._read_again()
+        # Read again: the user may submit while this dispatcher runs.
+        with _state_folder() as folder, contextlib.suppress(OSError):
+            if folder is not None:
+                with os.fdopen(open_own_file(folder, _FILE, private=True), "rb") as file:
+                    self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
         return entry in self._recorded
-
-    def _read_again(self) -> None:
-        """Reread the record, since the user may submit while this dispatcher runs."""
-        with _state_folder() as folder:
-            if folder is None:
-                return
-            with (
-                contextlib.suppress(OSError),
-                os.fdopen(open_own_file(folder, _FILE, private=True), "rb") as file,
-            ):
-                self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
 
 
 def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:

@@ -241,7 +241,8 @@ class Gate:
             self._check_host(headers)
             scope[CLIENT] = client = self._client(scope, headers)
             if scope["path"] not in _UNCOUNTED:
-                self._take_place(client)
+                if not self._places.take(client, most=self._webhook_places if client == _NO_TOKEN else None):
+                    raise busy("Your share of the requests that are worked on is used up; try again in a second.")
                 holder = client
             wait_s = wait_asked(headers.get(b"prefer", ""), self._limits.wait_s) or 0.0
             async with asyncio.timeout(self._limits.inline_s + wait_s):
@@ -337,10 +338,6 @@ class Gate:
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
         same = [hmac.compare_digest(digest, known) for known in self._digests]  # all, so the time reveals no place
         return same.index(True) if any(same) else None
-
-    def _take_place(self, client: str) -> None:
-        if not self._places.take(client, most=self._webhook_places if client == _NO_TOKEN else None):
-            raise busy("Your share of the requests that are worked on is used up; try again in a second.")
 
 
 class _Answer:

@@ -268,7 +268,11 @@ class _RankMonitor:
                     self.settled_at = time.monotonic() + _SETTLE_S
                 if time.monotonic() < self.settled_at:
                     return False
-            self._report_failure(root or failed[0])
+            rank = root or failed[0]
+            if rank.failure is not None:
+                self.link.report("failed", **{**rank.failure, "rank": rank.number})
+            else:
+                self.link.report("rank_ended", rank=rank.number, code=rank.process.exitcode)
             return True
         if all(rank.result is not None for rank in self.ranks):
             for rank in self.ranks:
@@ -311,12 +315,6 @@ class _RankMonitor:
             self.warm = True
         else:
             self.link.report(str(event), **{**message, "rank": rank.number})
-
-    def _report_failure(self, rank: _Rank) -> None:
-        if rank.failure is not None:
-            self.link.report("failed", **{**rank.failure, "rank": rank.number})
-        else:
-            self.link.report("rank_ended", rank=rank.number, code=rank.process.exitcode)
 
 
 def _root_of(failed: Iterable[_Rank]) -> _Rank | None:

@@ -157,15 +157,10 @@ class ReportReader:
         self.kernels = kernels
         self.ranks = ranks
         self._finished = False
-        self.readings = 0
+        self.readings = 0  # all of them; those beyond `READINGS_KEPT` are only counted
         self._buffer = bytearray()
         self._reported: dict[str, int] = {}  # event that may come only once -> its time, or 0
         self._over = False
-
-    @property
-    def readings_left_out(self) -> int:
-        """Return the number of readings that were only counted."""
-        return max(0, self.readings - READINGS_KEPT)
 
     def feed(self, data: bytes) -> Iterator[str]:
         """Record the events that `data` completes and yield the name of each; yield `BROKEN` after a breach.
@@ -254,7 +249,8 @@ class ReportReader:
     def _rank(self, rank: Any, values: Any) -> None:
         number = self._number_of_rank(rank)
         self._once(f"rank {number}")
-        self.observed.rank_values[number] = _rank_labels(values)
+        values.pop("half_widths", None)  # the trial's result has those of the first rank
+        self.observed.rank_values[number] = _labels(values, _RANK_LABELS)
 
     def _rank_ended(self, rank: Any, code: Any) -> None:
         self.observed.rank_ended = RankEnded(self._number_of_rank(rank), _integer("code", code, -_MOST_SIGNALS))
@@ -392,11 +388,6 @@ def _numbers(values: Any, known: Any) -> dict[str, float]:
     if others := values.keys() - known:
         raise _Broken(f"{min(others)!a} is not a figure of this event")
     return {key: _number(key, value) for key, value in values.items()}
-
-
-def _rank_labels(values: Any) -> dict[str, float]:
-    values.pop("half_widths", None)  # the trial's result has those of the first rank
-    return _labels(values, _RANK_LABELS)
 
 
 def _labels(values: Any, known: frozenset[str] = _LABELS) -> dict[str, float]:

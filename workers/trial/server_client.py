@@ -337,7 +337,7 @@ class RunningTrial:
                 "nvml.process_memory_mib",
                 "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
             )
-        if reader.readings_left_out:
+        if reader.readings > READINGS_KEPT:
             source = "simulated" if reader.virtual else "torch"
             observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
         self._channel.close()
