@@ -33,6 +33,7 @@ from featurize.families import family_names
 from featurize.job.training_settings import Optimizer
 from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.files.folder import DataFolder
+from warehouse.reading.connection import select
 from workers.devices import choose_device
 
 # Values to sample where a family's space fixes them.
@@ -269,13 +270,8 @@ def run_counts(folder: DataFolder) -> list[dict[str, Any]]:
     """Count a data folder's runs by `family`, `status` and `quality`; `longest_s` is the longest run's time."""
     if not folder.format_marker.is_file():
         return []
-    from warehouse import connect
-
-    with contextlib.closing(connect(folder)) as connection:
-        rows = connection.execute(
-            "SELECT family, status, quality, count(*), max(wall_s) FROM runs GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-    return [dict(zip(("family", "status", "quality", "runs", "longest_s"), row, strict=True)) for row in rows]
+    counts = "count(*) AS runs, max(wall_s) AS longest_s"
+    return select(folder, f"SELECT family, status, quality, {counts} FROM runs GROUP BY ALL ORDER BY ALL")
 
 
 def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,7 +22,7 @@ from conf.plain_text import counted
 from conf.reports.blocks import Block, Callout, Heading, Lead, table
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW, find_snapshot
-from warehouse.files.views import VIEWS
+from warehouse.files.views import count_rows
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
@@ -245,7 +245,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             "before.digest IS NOT DISTINCT FROM after.digest AS same "
             "FROM before FULL JOIN after ON before.run_id = after.run_id"
         )
-        rows_before, rows_after = map(_rows, sides)
+        rows_before, rows_after = map(count_rows, sides)
         return Difference(
             before=before,
             after=after,
@@ -270,13 +270,6 @@ def _runs(connection: WarehouseConnection) -> pa.Table:
     columns = dict.fromkeys(("run_id", *_BY, *_KEY, *LABELS))
     all_columns = ", ".join(RUN_SCHEMA.names)
     return connection.sql(f"SELECT {', '.join(columns)}, hash({all_columns}) AS digest FROM runs").to_arrow_table()
-
-
-def _rows(connection: WarehouseConnection) -> dict[str, int]:
-    counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
-    # Fetch all rows: with an unfinished result, the connection refuses tables.
-    (row_counts,) = connection.execute(f"SELECT {counts}").fetchall()
-    return dict(zip(VIEWS, row_counts, strict=True))
 
 
 def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[RunCount, ...]:
