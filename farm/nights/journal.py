@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from conf.errors import EnvironmentProblem
 from conf.files.outputs import parse_json, sync
 from conf.plain_text import shown
 from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import day_names
 from warehouse.reading.checks import Finding
 from warehouse.reading.pairing import shift_of
 
@@ -370,7 +370,7 @@ class Journal:
     def begin(self, settings: Mapping[str, Any], token: str, taken: Collection[str] = ()) -> Cycle:
         """Begin a cycle, under the day's first name that neither the journal nor `taken` has."""
         known = {*taken, *(cycle.name for cycle in self.cycles())}
-        name = next(name for name in _day_names(self._clock()) if name not in known)
+        name = next(name for name in day_names(self._clock()) if name not in known)
         return self._record(name, event="begin", token=token, settings=settings)
 
     def start(self, cycle: str, step: str) -> Cycle:
@@ -461,8 +461,3 @@ def _apply(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
         case event:
             raise ValueError(f"unknown event {event!r}")
     cycles[name] = replace(cycles[name], steps={**cycles[name].steps, step.name: step})
-
-
-def _day_names(now: datetime.datetime) -> Iterator[str]:
-    yield f"{now:%Y-%m-%d}"
-    yield from (f"{now:%Y-%m-%d}.{number}" for number in itertools.count(2))

@@ -129,7 +129,7 @@ def take_snapshot(
         for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # left by a killed process
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
-        chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())
+        chosen = name or next(name for name in day_names(taken_at) if not (folder.snapshots / name).exists())
         target = folder.snapshots / chosen
         with new_folder(target, of_links=True) as root:
             building = DataFolder(root)
@@ -169,9 +169,10 @@ def check_snapshot(folder: DataFolder, name: str) -> Snapshot:
     return snapshot
 
 
-def _day_names(taken_at: datetime.datetime) -> Iterator[str]:
-    yield f"{taken_at:%Y-%m-%d}"
-    yield from (f"{taken_at:%Y-%m-%d}.{number}" for number in itertools.count(2))
+def day_names(moment: datetime.datetime) -> Iterator[str]:
+    """Yield the names of a day, `2026-11-20`, `2026-11-20.2` and so on."""
+    yield f"{moment:%Y-%m-%d}"
+    yield from (f"{moment:%Y-%m-%d}.{number}" for number in itertools.count(2))
 
 
 def _check_new_name(folder: DataFolder, name: str) -> None:
