@@ -110,6 +110,7 @@ def own_session_environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
+        "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, while our actors hold none
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
