@@ -87,6 +87,7 @@ TOGETHER = {
     )
     for name in names.split()
 }
+TOGETHER["tests/contracts/test_executor_contract.py"] = "tests/workers/workers"  # trial servers
 TOGETHER["tests/test_no_code_from_data.py"] = "tests/test_architecture.py"  # both parse all sources
 
 

@@ -10,6 +10,8 @@ from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.executors import Executor
 from farm.dispatch.ray_cluster import ClusterSettings
 from featurize.families import get_family
+from tests.lasting_servers import end_of_servers as end_of_servers
+from tests.lasting_servers import lasting_servers as lasting_servers
 from tests.surroundings import await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

@@ -1,11 +1,8 @@
 """Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running servers."""
 
-import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -13,10 +10,10 @@ import pytest
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
 from tests.farm.served import served
+from tests.lasting_servers import end_of_servers as end_of_servers
+from tests.lasting_servers import lasting_servers as lasting_servers
 from tests.surroundings import ENDS_WITHIN_S, waiting_process
 from warehouse.files.folder import DataFolder
-from workers import worker
-from workers.trial.server_client import TrialServer
 
 
 @pytest.fixture
@@ -59,44 +56,6 @@ def tls_files(tmp_path_factory):
     command += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
     subprocess.run(command, check=True, capture_output=True)
     return files
-
-
-class LastingServer(TrialServer):
-    """A trial server that a closed worker leaves to the next one of the same environment: it starts for seconds."""
-
-    idle: ClassVar[dict[Any, "LastingServer"]] = {}
-
-    @classmethod
-    def take(cls, environment: dict[str, str]) -> "LastingServer":
-        variables = {**os.environ, **environment, "PYTEST_CURRENT_TEST": ""}
-        surroundings = (os.getcwd(), *sorted(variables.items()))
-        server = cls.idle.pop(surroundings, None)
-        if server is None or not server.is_idle():
-            server = cls(environment)
-            server.surroundings = surroundings
-        return server
-
-    def is_idle(self) -> bool:
-        """Return True if it lives and no trial is left."""
-        return self._hello is not None and self.lives() and not psutil.Process(self._process.pid).children()
-
-    def close(self) -> None:
-        if self.surroundings in self.idle or not self.is_idle():
-            super().close()
-        else:
-            self.idle[self.surroundings] = self
-
-
-@pytest.fixture(autouse=True)
-def lasting_servers(monkeypatch):
-    monkeypatch.setattr(worker, "TrialServer", LastingServer.take)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def end_of_servers() -> Iterator[None]:
-    yield
-    for server in LastingServer.idle.values():
-        TrialServer.close(server)
 
 
 @pytest.fixture(scope="session")

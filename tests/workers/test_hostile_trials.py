@@ -1,26 +1,19 @@
 """Hostile trials: whatever one reports, raises, writes or leaves behind, it ends as exactly one run."""
 
-import contextlib
 import json
 import os
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from conf.children.containment import ControlGroup
-from conf.files.identity import identity
 from featurize.configs.trial import config_of_user
 from tests.surroundings import ENDS_WITHIN_S
-from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 from workers.trial.reports import READINGS_KEPT, ReportReader
-from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
-HERE = str(Path(__file__).parent)
 
 
 def hostile(name, path="", timeout_s=30.0, **settings):
@@ -41,10 +34,6 @@ def hostile(name, path="", timeout_s=30.0, **settings):
         config=config_of_user({key: value for key, value in config.items() if key != "target"}),
         settings=TrialSettings(window=SHORT, timeout_s=timeout_s, **settings),
     )
-
-
-def _search_path():
-    return os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture
@@ -68,9 +57,9 @@ def await_gone(pids):
 
 def ends_well(worker, spec):
     """The run, after which the worker still runs trials on the same server, and nothing is left below it."""
-    server = worker._server.pid if worker._server else None
+    server = worker._server.pid
     result = worker.run(spec)
-    assert server is None or worker._server.pid == server, result.run.error
+    assert worker._server.pid == server, result.run.error
     assert not psutil.Process(worker._server.pid).children()
     json.dumps(result.run.columns(), default=str).encode()  # no surrogate is left
     assert "\x00" not in (result.run.error or "") and len(result.run.error or "") < 50_000
@@ -214,22 +203,6 @@ def test_what_a_trial_leaves_behind_is_killed_and_counted(request, notes, name, 
     assert int(run.quality_reasons["processes_left"].split()[0]) >= 1 and run.quality == "suspect"
 
 
-@pytest.fixture(scope="module")
-def groupless_worker(worker, tmp_path_factory):
-    """Its keeper finds no control group that it may write to, as in most containers; every worker's where none is."""
-    if (group := ControlGroup.of_owner(identity(os.getpid()))) is None:
-        yield worker
-        return
-    group.remove()
-    folder = tmp_path_factory.mktemp("groupless")
-    (folder / "sitecustomize.py").write_text(
-        "import conf.children.containment\nconf.children.containment._own_group = lambda: None\n"
-    )
-    environment = {"PYTHONPATH": os.pathsep.join((str(folder), _search_path()))}
-    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "groupless", environment)) as worker:
-        yield worker
-
-
 def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
     run = ends_well(worker, hostile("daemonizes_and_hangs", notes, timeout_s=8.0)).run
     assert run.status == "timeout"
@@ -238,11 +211,8 @@ def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
 
 
 @pytest.mark.slow
-def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(notes):
-    with contextlib.closing(
-        Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
-    ) as doomed:
-        result = doomed.run(hostile("kills_its_server", notes))
-        assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
-        assert doomed.run(hostile("changes_folder")).run.status == "ok"
+def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(worker, notes):
+    result = worker.run(hostile("kills_its_server", notes))
+    assert (result.run.error_type, result.retryable) == ("ServerLost", True)
+    assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
+    assert worker.run(hostile("changes_folder")).run.status == "ok"

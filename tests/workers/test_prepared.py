@@ -55,7 +55,7 @@ def test_one_that_cannot_be_built_is_invalid_when_it_is_its_turn(worker):
     nobodys = get_family("zoo").Config(model="nobodys.nets:build", inputs="float32[4]", batch_size=2)
     assert worker.run(task(0), dataclasses.replace(task(1), config=nobodys)).run.status == "ok"
     result = worker.run(dataclasses.replace(task(1), config=nobodys))
-    assert result.run.status == "invalid"
+    assert result.run.status == "invalid" and not result.retryable
     assert "nobodys.nets:build comes from stored data, so it is not imported" in result.run.error
 
 

@@ -16,11 +16,9 @@ from test_hostile_trials import await_gone, hostile
 from test_worker import LONG, InBackground, mlp, task
 
 from tests.surroundings import await_
-from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
 from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
-from workers.worker import Worker
 
 
 def of_two(spec):
@@ -218,10 +216,8 @@ def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages(simul
     assert set(result.telemetry["rank"].to_pylist()) == {0, 2}, "one rank of each stage is traced"
 
 
-def test_closing_a_worker_ends_its_ranks():
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
-    running = TwoRanks(doomed)
-    os.kill(running.trial.parent().pid, signal.SIGKILL)  # the keeper; the server sees it and ends everything of it
+def test_ranks_end_with_the_keeper_of_their_trial(groupless_worker):
+    running = TwoRanks(groupless_worker)
+    os.kill(running.trial.parent().pid, signal.SIGKILL)  # the server sees it and ends everything of it
     assert running.join().run.error_type == "ServerLost"
     assert await_gone([running.trial.pid, *(process.pid for process in running.ranks)])
-    doomed.close()

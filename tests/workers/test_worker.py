@@ -14,7 +14,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 import workers
 from featurize.configs.trial import config_from_mapping
 from featurize.families import get_family, layers_of
-from tests.surroundings import PATIENCE_S, await_
+from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 from workers.trial.body import classify, is_device_fault
@@ -43,7 +43,6 @@ class InBackground:
     """Runs a task in a thread, so that the test can do something to its process meanwhile."""
 
     def __init__(self, worker, spec):
-        worker.ready()  # whose server may not be there yet
         self._thread = threading.Thread(target=lambda: setattr(self, "result", worker.run(spec)))
         self._thread.start()
         self.server = psutil.Process(worker._server.pid)
@@ -84,17 +83,10 @@ def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measu
     assert (first["sensor"], first["memory_used_mib"], first["phase"]) == ("nvml", 450.0, None)
 
 
-def test_a_config_that_cannot_be_built_is_invalid(worker):
-    result = worker.run(task(get_family("zoo").Config(model="nobodys.nets:build", inputs="float32[4]", batch_size=2)))
-    assert result.run.status == "invalid"
-    assert "nobodys.nets:build comes from stored data, so it is not imported" in result.run.error
-    assert not result.retryable
-
-
 def test_too_much_memory_on_the_cpu_device_is_an_oom(small):
     result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
     assert (result.run.status, result.run.oom_kind) == ("oom", "device")
-    assert result.run.device_memory_mib == 1500 and not result.retryable
+    assert result.run.device_memory_mib == 900 and not result.retryable
     assert small.run(task(mlp())).run.status == "ok", "the next trial starts clean"
 
 
@@ -127,6 +119,19 @@ def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
         worker.run(task(mlp(), index=index))
     assert len(os.listdir("/proc/self/fd")) == before
     assert not psutil.Process(worker._server.pid).children()
+
+
+@pytest.mark.slow  # a worker gives a server fifteen seconds
+def test_a_server_that_stands_still_is_lost_and_goes_with_what_is_below_it(worker, monkeypatch):
+    monkeypatch.setattr("workers.trial.server_client._ANSWER_TIMEOUT_S", 1.0)
+    running = InBackground(worker, task(mlp(), window=LONG, timeout_s=3.0))
+    below = running.server.children(recursive=True)
+    running.server.suspend()
+    result = running.join()
+    assert (result.run.error_type, result.retryable) == ("ServerLost", True)
+    assert not psutil.wait_procs([running.server, *below], timeout=ENDS_WITHIN_S)[1]
+    monkeypatch.undo()
+    assert worker.run(task(mlp(), window=LONG, timeout_s=1.0)).run.status == "timeout", "on a server of its own"
 
 
 class JumpingTime(datetime.datetime):
