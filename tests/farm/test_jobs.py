@@ -437,7 +437,7 @@ def test_a_killed_submission_is_completed_by_the_same_one(path):
 # Any order of operations
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=60), st.integers(1, 3))
 def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, steps, max_attempts):
     path = tmp_path_factory.mktemp("any") / "queue.sqlite"

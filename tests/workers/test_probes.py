@@ -125,15 +125,15 @@ def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_
     assert rows == [{"stage": "GPU-1", "CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": None}]
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"rows": [', b"\xfd7zXZ", lzma.compress(b"[1]"), lzma.compress(b'{"rows": [1]}')]
-)
-def test_a_damaged_file_is_named_and_measured_again(on_a_gpu, tmp_path, content):
-    (tmp_path / "first.json.xz").write_bytes(content)
-    (damaged,) = measured_in(tmp_path)
-    assert damaged.name == "first" and not damaged.rows and "first.json.xz cannot be read" in damaged.reason
-    assert measured(tmp_path, child("first", "two_rows")).measured == ["first"]
-    assert stages(tmp_path) == ["context", "training"]
+def test_a_damaged_file_is_named_and_measured_again(on_a_gpu, tmp_path):
+    contents = (b'{"rows": [', b"\xfd7zXZ", lzma.compress(b"[1]"), lzma.compress(b'{"rows": [1]}'))
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.json.xz").write_bytes(content)
+    damaged = measured_in(tmp_path)
+    assert [(one.name, one.rows) for one in damaged] == [(str(number), []) for number in range(4)]
+    assert all(f"{one.name}.json.xz cannot be read" in one.reason for one in damaged)
+    assert measured(tmp_path, child("3", "two_rows")).measured == ["3"]
+    assert [one.reason is None for one in measured_in(tmp_path)] == [False, False, False, True]
 
 
 # ---- contexts
