@@ -196,6 +196,7 @@ def test_gavel_pairs_have_slowdowns_of_their_own_table(tmp_path, capsys):
     assert ask(tmp_path / "data", "SELECT count(*) FROM collocations WHERE status = 'invalid'") == [(3,)]
 
 
+@pytest.mark.wide  # published like imported kernels
 def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_path, lucid, no_checks):
     take(tmp_path, "lucid", lucid)
     RunWriter(DataFolder(tmp_path / "data")).write(run_row(1), samples(1))

@@ -156,9 +156,9 @@ def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_softwar
     assert run("diff", diff_entry, ["before=a", f"data={folder.root}"]) == 0
     assert "+20.0%" in capsys.readouterr().out
     take_snapshot(folder, "b")
-    assert diff(folder, "b").kernel_shifts == ()
     assert run("diff", diff_entry, ["before=b", f"data={folder.root}"]) == 0
-    assert "Kernels, measured again: none." in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Kernels, measured again: none." in output and "Runs: added 0, removed 0, changed 0." in output
 
 
 def test_a_matrix_product_of_the_file_becomes_its_operator_and_shapes(folder, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -332,34 +333,33 @@ def test_an_out_of_memory_row_without_a_figure_bounds_the_need_from_below(tmp_pa
     assert (run["status"], run["oom_kind"], run["device_memory_mib"]) == ("oom", "device", 40_960)
 
 
-@pytest.mark.parametrize(
-    "source, step_ms, batch_size",
-    [
-        ("vtrain", 160, None),
-        ("dgxc", 4500, None),
-        ("nemo", 2000, None),
-        ("megatron", 160, None),
-        ("llm_foundry", 2000, 4),  # sharded: all its micro-batches
-    ],
-)
-def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(of_all, source, step_ms, batch_size):
-    (run,) = runs(of_all, f"job_id = 'import-{source}'")
-    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (step_ms, batch_size, "H100-SXM5-80GB")
+def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(of_all):
+    steps = {
+        "import-vtrain": (160, None),
+        "import-dgxc": (4500, None),
+        "import-nemo": (2000, None),
+        "import-megatron": (160, None),
+        "import-llm_foundry": (2000, 4),  # sharded: all its micro-batches
+    }
+    landed = [run for run in runs(of_all) if run["job_id"] in steps]
+    assert {run["job_id"]: (run["step_time_ms"], run["batch_size"]) for run in landed} == steps
+    assert {run["device_name"] for run in landed} == {"H100-SXM5-80GB"} and len(landed) == len(steps)
 
 
-@pytest.mark.parametrize(
-    "source, changes",
-    [
-        ("vtrain", [{"value": -160}, {"what_was_measured": "memory"}, {"micro_batch": 1.5}, {"micro_batch": -1}]),
-        ("nemo", [{"seq": ""}, {"gpus": -8}]),
-        ("zeus", [{"value": ""}, {"what_was_measured": "loss"}, {"gpus": 2}]),
-        ("timm_benchmark", [{"precision": "fp32"}, {"precision": ""}]),
-    ],
-)
-def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, take, source, changes):
-    take(source, *({**ROWS[source], **change} for change in changes))
+IMPOSSIBLE = {
+    "vtrain": [{"value": -160}, {"what_was_measured": "memory"}, {"micro_batch": 1.5}, {"micro_batch": -1}],
+    "nemo": [{"seq": ""}, {"gpus": -8}],
+    "zeus": [{"value": ""}, {"what_was_measured": "loss"}, {"gpus": 2}],
+    "timm_benchmark": [{"precision": "fp32"}, {"precision": ""}],
+}
+
+
+def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, take):
+    for source, changes in IMPOSSIBLE.items():
+        take(source, *({**ROWS[source], **change} for change in changes))
     landed = runs(tmp_path)
-    assert len(landed) == len(changes)
+    counts = {f"import-{source}": len(changes) for source, changes in IMPOSSIBLE.items()}
+    assert Counter(run["job_id"] for run in landed) == counts
     for run in landed:
         assert run["status"] == "invalid" and run["error"] and run["step_time_ms"] is None is run["power_w"]
 

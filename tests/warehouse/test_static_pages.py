@@ -77,9 +77,3 @@ def test_the_pages_hold_no_names_no_forms_and_no_script(published):
         text = path.read_text()
         assert "host17" not in text and SECRET not in text and "<script" not in text.lower()
         assert "<form" not in text and "default-src 'none'" in text
-
-
-def test_without_pages_there_is_no_folder(folder, tmp_path, no_checks):
-    RunWriter(folder).write(run_row(1), samples(2))
-    publish(PublishSettings(out=str(tmp_path / "set"), data=str(folder.root), licence="CC-BY-4.0", pages=0))
-    assert not (tmp_path / "set" / "pages").exists()

@@ -78,6 +78,13 @@ def ten_merged(folder, merged_once):
     return folder
 
 
+@pytest.fixture
+def connection(folder):
+    """A reader of the test's folder, opened before there are rows."""
+    with warehouse.connect(folder) as opened:
+        yield opened
+
+
 def plant(folder, kind, name, hidden, table=None):
     """A merged file and its listing, as somebody could write them."""
     partition = folder.partition(kind, "cnn")
@@ -88,13 +95,14 @@ def plant(folder, kind, name, hidden, table=None):
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
-        ("runs", (9, 20, 9)),
-        pytest.param("telemetry", (10, 18, 10), marks=pytest.mark.wide),
-        ("jobs", (10, 20, None)),
+        ("runs", (3, 8, 3)),
+        pytest.param("telemetry", (4, 6, 4), marks=pytest.mark.wide),
+        ("jobs", (4, 8, None)),
     ],
 )
-def test_a_torn_file_costs_its_own_rows_and_is_named_once(ten_runs, kind, counts, capsys):
-    path = ten_runs.jobs / "J.parquet" if kind == "jobs" else ten_runs.partition(kind, "cnn") / "J-000004.parquet"
+def test_a_torn_file_costs_its_own_rows_and_is_named_once(folder, kind, counts, capsys, connection):
+    fill(folder, range(4))
+    path = folder.jobs / "J.parquet" if kind == "jobs" else folder.partition(kind, "cnn") / "J-000002.parquet"
     content = path.read_bytes()
     flipped = content[:4] + bytes(byte ^ 0xFF for byte in content[4:150]) + content[150:]
     no_footer = content[:8] + bytes(len(content) - 16) + content[-8:]
@@ -102,72 +110,69 @@ def test_a_torn_file_costs_its_own_rows_and_is_named_once(ten_runs, kind, counts
     every = "FROM (SELECT DISTINCT * FROM"  # all columns, so that every page is read
     whole = f"SELECT (SELECT count(*) {every} runs)), (SELECT count(*) {every} telemetry)), "
     whole += f"(SELECT sum(runs) {every} jobs))"
-    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
-        for torn in (b"", content[:9], content[:-50], os.urandom(900), b"PAR1 torn", flipped, no_footer, long_footer):
-            path.write_bytes(torn)
-            assert [connection.execute(whole).fetchall() for _ in range(2)] == [[counts]] * 2
-            err = capsys.readouterr().err
-            assert err.startswith(f"warning: {path} cannot be read (") and err.endswith("): its rows are left out\n")
-            assert err.count("\n") == 1
+    for torn in (b"", content[:9], content[:-50], os.urandom(900), b"PAR1 torn", flipped, no_footer, long_footer):
+        path.write_bytes(torn)
+        assert [connection.execute(whole).fetchall() for _ in range(2)] == [[counts]] * 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"warning: {path} cannot be read (") and err.endswith("): its rows are left out\n")
+        assert err.count("\n") == 1
 
 
-def test_every_way_to_read_goes_on_without_a_torn_file(ten_runs):
+def test_every_way_to_read_goes_on_without_a_torn_file(ten_runs, connection):
     path = ten_runs.partition("runs", "cnn") / "J-000004.parquet"
     path.write_bytes(path.read_bytes()[:-50])
-    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
-        relation = connection.sql(EVERY_RUN)
-        path.write_bytes(b"")
-        assert len(relation.fetchall()) == 9
-        assert relation.to_arrow_table().num_rows == len(relation) == relation.shape[0] == 9
-        assert relation.filter("run_id > 'J-000002'").aggregate("count(*)").fetchall() == [(6,)]
-        assert sum(batch.num_rows for batch in relation.to_arrow_reader(2)) == 9
-        cursor = connection.cursor().execute(EVERY_RUN)
-        assert [cursor.fetchone()[0], len(cursor.fetchmany(3)), len(cursor.fetchall())] == ["J-000000", 3, 5]
-        assert connection.execute(EVERY_RUN).to_arrow_table().num_rows == 9
-        with connection as same:
-            assert same.execute("SELECT count(*) FROM runs WHERE run_id = ?", ["J-000004"]).fetchone() == (0,)
+    relation = connection.sql(EVERY_RUN)
+    path.write_bytes(b"")
+    assert len(relation.fetchall()) == 9
+    assert relation.to_arrow_table().num_rows == len(relation) == relation.shape[0] == 9
+    assert relation.filter("run_id > 'J-000002'").aggregate("count(*)").fetchall() == [(6,)]
+    assert sum(batch.num_rows for batch in relation.to_arrow_reader(2)) == 9
+    cursor = connection.cursor().execute(EVERY_RUN)
+    assert [cursor.fetchone()[0], len(cursor.fetchmany(3)), len(cursor.fetchall())] == ["J-000000", 3, 5]
+    assert connection.execute(EVERY_RUN).to_arrow_table().num_rows == 9
+    with connection as same:
+        assert same.execute("SELECT count(*) FROM runs WHERE run_id = ?", ["J-000004"]).fetchone() == (0,)
 
 
-def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run(folder):
+def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run(folder, connection):
     fill(folder, range(4))
     path = folder.partition("runs", "cnn") / "J-000002.parquet"
     content, draw = path.read_bytes(), random.Random(0)
     whole = "SELECT run_id FROM (SELECT DISTINCT * FROM runs) ORDER BY run_id"
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        for _ in range(25):
-            flipped = bytearray(content)
-            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-            path.write_bytes(flipped)
-            ids = {run_id for (run_id,) in connection.execute(whole).fetchall()}
-            assert {"J-000000", "J-000001", "J-000003"} <= ids and len(ids) <= 4
+    for _ in range(25):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        ids = {run_id for (run_id,) in connection.execute(whole).fetchall()}
+        assert {"J-000000", "J-000001", "J-000003"} <= ids and len(ids) <= 4
 
 
 @runs_of_all_kinds
-def test_a_torn_listing_costs_no_row(ten_runs, kind, capsys):
+def test_a_torn_listing_costs_no_row(ten_runs, kind, capsys, connection):
     merge(ten_runs, grace_s=1e9)
     listing = listing_file(ten_runs, kind, only_merged(ten_runs, kind).name)
-    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
-        for content in (b"", os.urandom(300)):
-            listing.write_bytes(content)
-            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
-            assert str(listing) in capsys.readouterr().err
-        listing.unlink()  # as after a kill: the files that it would replace are there
+    for content in (b"", os.urandom(300)):
+        listing.write_bytes(content)
         assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
-        assert str(listing) not in capsys.readouterr().err
+        assert str(listing) in capsys.readouterr().err
+    listing.unlink()  # as after a kill: the files that it would replace are there
+    assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+    assert str(listing) not in capsys.readouterr().err
 
 
 @runs_of_all_kinds
-def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(ten_merged, kind, capsys):
+def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(
+    ten_merged, kind, capsys, connection
+):
     merged = only_merged(ten_merged, kind)
     listing = listing_file(ten_merged, kind, merged.name)
     content = listing.read_bytes()
-    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
-        for place in range(0, len(content), len(content) // 8):
-            flipped = bytearray(content)
-            flipped[place] ^= 1
-            listing.write_bytes(flipped)
-            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
-            assert str(listing) in capsys.readouterr().err
+    for place in range(0, len(content), len(content) // 8):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        listing.write_bytes(flipped)
+        assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+        assert str(listing) in capsys.readouterr().err
 
 
 @runs_of_all_kinds
@@ -182,17 +187,16 @@ def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_nam
 
 
 @each_kind
-def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(ten_merged, kind):
+def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(ten_merged, kind, connection):
     merged = only_merged(ten_merged, kind)
-    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
-        assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
-        merged.unlink()
-        for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
-            with pytest.raises(EnvironmentProblem) as raised:
-                act()
-            assert str(merged) in str(raised.value) and str(listing_file(ten_merged, kind, merged.name)) in str(
-                raised.value
-            )
+    assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+    merged.unlink()
+    for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
+        with pytest.raises(EnvironmentProblem) as raised:
+            act()
+        assert str(merged) in str(raised.value) and str(listing_file(ten_merged, kind, merged.name)) in str(
+            raised.value
+        )
 
 
 def test_a_listing_that_a_kill_left_behind_is_no_error(ten_merged):
@@ -218,15 +222,14 @@ def test_a_planted_listing_hides_no_run(ten_runs, kind, capsys):
     assert all(str(listing_file(ten_runs, kind, name)) in err for name in names) and "Traceback" not in err
 
 
-def test_a_planted_listing_hides_no_run_that_lands_later(folder):
+def test_a_planted_listing_hides_no_run_that_lands_later(folder, connection):
     fill(folder, range(2))
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     for kind in KINDS:
         plant(folder, kind, new_merged_name(), hidden[2:])
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute(COUNTS).fetchall() == [(2, 4, 2, 4, 4, 2)]
-        fill(folder, range(2, 10))
-        assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+    assert connection.execute(COUNTS).fetchall() == [(2, 4, 2, 4, 4, 2)]
+    fill(folder, range(2, 10))
+    assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
 
 
 @each_kind
@@ -254,12 +257,11 @@ def test_a_listing_that_names_a_file_elsewhere_is_ignored(ten_runs):
     assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(ten_merged):
+def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(ten_merged, connection):
     fill(ten_merged, range(5, 12))
-    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
-        assert connection.execute(COUNTS).fetchall() == [(12, 24, 12, 24, 24, 12)]
-        joined = "SELECT count(*) FROM runs JOIN telemetry USING (run_id)"
-        assert connection.execute(joined).fetchall() == [(24,)]
+    assert connection.execute(COUNTS).fetchall() == [(12, 24, 12, 24, 24, 12)]
+    joined = "SELECT count(*) FROM runs JOIN telemetry USING (run_id)"
+    assert connection.execute(joined).fetchall() == [(24,)]
 
 
 def test_a_run_that_is_in_two_merged_files_is_shown_once(ten_merged):
@@ -344,40 +346,38 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(ten_runs,
     assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
+def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch, connection):
     fill(folder, range(2))
     monkeypatch.setattr("warehouse.files.damage.find_damaged", lambda *_args: pytest.fail("files are checked"))
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        for sql in (
-            "SELECT nope FROM runs",
-            "SELEC 1",
-            "SELECT * FROM none",
-            "SELECT run_id::INT FROM runs",
-            "SELECT strptime(run_id, '%Y') FROM runs",
-            "SELECT error('x') FROM runs",
-            "SELECT (task_index + 120)::TINYINT + 100::TINYINT FROM runs",
-        ):
-            with pytest.raises(duckdb.Error):
-                connection.execute(sql).fetchall()
+    for sql in (
+        "SELECT nope FROM runs",
+        "SELEC 1",
+        "SELECT * FROM none",
+        "SELECT run_id::INT FROM runs",
+        "SELECT strptime(run_id, '%Y') FROM runs",
+        "SELECT error('x') FROM runs",
+        "SELECT (task_index + 120)::TINYINT + 100::TINYINT FROM runs",
+    ):
+        with pytest.raises(duckdb.Error):
+            connection.execute(sql).fetchall()
 
 
-def test_the_connection_behaves_as_duckdbs(ten_runs):
-    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
-        plain = set(name for name in dir(duckdb.DuckDBPyConnection) if not name.startswith("_"))
-        assert plain <= set(dir(connection))
-        connection.register("wanted", pa.table({"run_id": ["J-000001"]}))
-        assert connection.sql("SELECT count(*) FROM runs JOIN wanted USING (run_id)").fetchall() == [(1,)]
-        connection.unregister("wanted")
-        assert connection.execute("SELECT 1 AS a").description[0][0] == "a"
-        assert connection.execute("SELECT 1 AS a").fetchdf().to_dict("list") == {"a": [1]}
-        assert connection.sql("FROM runs").limit(2).df().shape[0] == 2
-        relation = connection.sql("SELECT run_id, smact FROM runs")
-        assert relation.columns == ["run_id", "smact"] and "run_id" in relation
-        assert pa.table(relation).num_rows == 10
-        joined = relation.join(connection.sql("SELECT run_id, status FROM runs"), "run_id")
-        assert joined.count("*").fetchone() if hasattr(joined, "fetchone") else joined.count("*").fetchall() == [(10,)]
-        assert "J-000001" in str(relation) and "WarehouseConnection" in repr(connection)
-        assert connection.extract_statements("SELECT 1")[0].type == duckdb.StatementType.SELECT
+def test_the_connection_behaves_as_duckdbs(ten_runs, connection):
+    plain = set(name for name in dir(duckdb.DuckDBPyConnection) if not name.startswith("_"))
+    assert plain <= set(dir(connection))
+    connection.register("wanted", pa.table({"run_id": ["J-000001"]}))
+    assert connection.sql("SELECT count(*) FROM runs JOIN wanted USING (run_id)").fetchall() == [(1,)]
+    connection.unregister("wanted")
+    assert connection.execute("SELECT 1 AS a").description[0][0] == "a"
+    assert connection.execute("SELECT 1 AS a").fetchdf().to_dict("list") == {"a": [1]}
+    assert connection.sql("FROM runs").limit(2).df().shape[0] == 2
+    relation = connection.sql("SELECT run_id, smact FROM runs")
+    assert relation.columns == ["run_id", "smact"] and "run_id" in relation
+    assert pa.table(relation).num_rows == 10
+    joined = relation.join(connection.sql("SELECT run_id, status FROM runs"), "run_id")
+    assert joined.count("*").fetchone() if hasattr(joined, "fetchone") else joined.count("*").fetchall() == [(10,)]
+    assert "J-000001" in str(relation) and "WarehouseConnection" in repr(connection)
+    assert connection.extract_statements("SELECT 1")[0].type == duckdb.StatementType.SELECT
 
 
 def not_a_file(path, how):
@@ -400,20 +400,19 @@ def test_a_name_that_is_no_file_is_named_and_left_out(ten_runs, capsys):
     assert all(err.count(f"z {how}.parquet cannot be read") == 2 for how in ways)
 
 
-def test_a_torn_file_or_a_name_that_is_no_file_becomes_one_that_counts(folder):
+def test_a_torn_file_or_a_name_that_is_no_file_becomes_one_that_counts(folder, connection):
     fill(folder, range(3))
     torn, *others = (folder.partition("runs", "cnn") / f"J-00000{index}.parquet" for index in range(3, 6))
     torn.write_bytes(b"torn")
     for path, how in zip(others, ("link to nothing", "pipe"), strict=True):
         not_a_file(path, how)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
-        fill(folder, range(3, 6))
-        assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(6,)]
+    assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
+    fill(folder, range(3, 6))
+    assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(6,)]
 
 
 @runs_of_all_kinds
-def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(ten_merged, kind, capsys):
+def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(ten_merged, kind, capsys, connection):
     merged = only_merged(ten_merged, kind)
     other = merged.with_name(new_merged_name())
     pq.write_table(pq.read_table(merged), other, use_dictionary=["run_id"], **COMPRESSION)
@@ -425,8 +424,7 @@ def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(te
     content = bytearray(later.read_bytes())
     content[begin : begin + size] = b"\xff" * size
     later.write_bytes(content)
-    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
-        counts = [connection.execute(COUNTS).fetchall() for _ in range(2)]
+    counts = [connection.execute(COUNTS).fetchall() for _ in range(2)]
     assert counts == [[(10, 20, 10, 20, 20, 10)]] * 2
     assert capsys.readouterr().err.count(str(later)) == 1
 
@@ -443,7 +441,7 @@ def test_a_merged_file_with_a_run_without_name_is_read_beside_one_of_the_same_ru
 FEW_DESCRIPTORS = """
 import resource, sys
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (96, most))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
 import warehouse
 from conf.cli.command_line import run
 from warehouse.query import entry
@@ -464,15 +462,15 @@ for limit in range(4, 24, 3):
 
 
 def test_many_queries_need_few_descriptors_and_one_without_any_fails_in_one_line_and_leaves_no_file_out(ten_merged):
-    fill_any(ten_merged, range(10, 60), 2, has_details=False)
+    fill_any(ten_merged, range(10, 30), 2, has_details=False)
     program = [sys.executable, "-c", FEW_DESCRIPTORS, str(ten_merged.root)]
     given = os.environ | {"GPUFARM_DATA": str(ten_merged.root)}
     done = subprocess.run(program, capture_output=True, text=True, timeout=300, env=given)
     lines = done.stdout.splitlines()
-    assert lines[:5] == ["[(60, 120, 60, 120, 60)]", "60"] * 2 + [str(4 * 120)]
+    assert lines[:5] == ["[(30, 60, 30, 60, 30)]", "30"] * 2 + [str(4 * 60)]
     answers = [line for line in lines[5:] if not line.startswith("count")]
     problems = done.stderr.splitlines()
-    assert set(answers) == {"60,60"} and len(answers) + len(problems) == 8
+    assert set(answers) == {"30,30"} and len(answers) + len(problems) == 8
     assert problems and all(line.startswith("error: ") and "Too many open files" in line for line in problems)
 
 
@@ -504,15 +502,14 @@ def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name
             files.open(path).close()
 
 
-def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
+def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch, connection):
     fill(folder, range(3))
     checks = []
     plain = warehouse.files.damage.find_damaged
     monkeypatch.setattr(
         "warehouse.files.damage.find_damaged", lambda paths, *how: checks.extend(paths) or plain(paths, *how)
     )
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        for _ in range(3):
-            with pytest.raises(duckdb.Error):
-                connection.execute("SELECT error('parquet') FROM runs").fetchall()
+    for _ in range(3):
+        with pytest.raises(duckdb.Error):
+            connection.execute("SELECT error('parquet') FROM runs").fetchall()
     assert len(checks) == 3 * 3
