@@ -23,7 +23,15 @@ def prepare() -> None:
 
 def script_server() -> ChildServer:
     """Start a server for any number of scripts, one after the other."""
-    return local_server("tests.learn.script_server:prepare")
+    return local_server("tests.learn.script_server:prepare_for_all")
+
+
+def prepare_for_all() -> None:
+    """Import also what processes under a launcher and those of compiled models do, which takes each of them seconds."""
+    for name in ("torch._inductor", "torch._functorch.aot_autograd", "featurize.training.sharded_rank"):
+        importlib.import_module(name)
+    importlib.import_module("featurize.nets.vision").mend_torchvision()  # as the run of a script begins
+    prepare()
 
 
 class PreparedRunner:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from conf.children.running import local_server
 from conf.errors import UsageError
 from featurize.nets.vision import mend_torchvision
 from featurize.recording.block_record import GRAPHED
@@ -278,9 +279,11 @@ for step in range(5):
 """
 
 
-def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path):
+def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path, monkeypatch):
     from featurize.recording import values
 
+    # In a new process, as a user's is, which lacks torch's compiler
+    monkeypatch.setattr("learn.script.estimating.local_server", local_server)
     (tmp_path / "train.py").write_text(VALUES)
     report, snapshot = tmp_path / "report.html", tmp_path / "snapshot.pickle"
     script = estimate_script(["python", "train.py"], report=report, snapshot=snapshot, name="masked model")
