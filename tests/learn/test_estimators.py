@@ -67,7 +67,10 @@ def test_it_learns_what_the_trace_misses(fitted):
 @pytest.mark.parametrize(
     "config",
     [
-        cnn.Config(batch_size=1, image_size=32, channels=3, classes=10, base_filters=24, depth=3),
+        pytest.param(
+            cnn.Config(batch_size=1, image_size=32, channels=3, classes=10, base_filters=24, depth=3),
+            marks=pytest.mark.wide,
+        ),
         cnn.Config(batch_size=1, image_size=40, channels=3, classes=10, base_filters=8, depth=4, topology="dense"),
         mlp.Config(batch_size=1, input_size=700, classes=10, depth=3),
     ],

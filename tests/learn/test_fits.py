@@ -30,7 +30,10 @@ def narrow():
     return nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("by, options", [("bound", {}), ("point", {}), ("point", {"estimator": "trace"})])
+@pytest.mark.parametrize(
+    "by, options",
+    [("bound", {}), ("point", {}), pytest.param("point", {"estimator": "trace"}, marks=pytest.mark.wide)],
+)
 def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
     device = card(700)
     largest = largest_batch(net, [8, 1024, 256], device=device, by=by, **options)
