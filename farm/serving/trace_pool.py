@@ -182,14 +182,16 @@ class TraceLimits:
 def prepare() -> None:
     """Import what traces need, in the process that they are forked from. Runs no operator and starts no thread."""
     search_working_folder()
-    from featurize.trace.light_imports import without_compiler
+    from featurize.trace.tracing_process import import_tracer
 
-    without_compiler()
+    import_tracer()
     import learn.estimation.estimating
     import learn.planning.plans  # noqa: F401
-    from featurize.training.training_step import preload
+    from learn.estimation.notes import TARGETS
+    from learn.fitting.artifacts import default_artifact
 
-    preload()
+    for target in TARGETS:
+        default_artifact(target)
 
 
 def answer_question(limits: dict[str, Any], channel: int) -> None:

@@ -38,6 +38,27 @@ OLDEST = (9, 8, 0)  # earlier releases need a real device
 _VERSION = re.compile(r"#define CUDNN_(MAJOR|MINOR|PATCHLEVEL)\s+(\d+)")
 _CHILD = str(Path(__file__).with_name("child.py"))
 
+Version = tuple[int, int, int]
+
+# PyTorch's RELEASE.md, "Release Compatibility Matrix": the build on PyPI.
+_CUDNN_OF_TORCH: dict[tuple[int, int], Version] = {
+    (2, 0): (8, 5, 0),
+    (2, 1): (8, 9, 2),
+    (2, 2): (8, 9, 2),
+    (2, 3): (8, 9, 2),
+    (2, 4): (9, 1, 0),
+    (2, 5): (9, 1, 0),
+    (2, 6): (9, 1, 0),
+    (2, 7): (9, 5, 1),
+    (2, 8): (9, 10, 2),
+    (2, 9): (9, 10, 2),
+    (2, 10): (9, 10, 2),
+    (2, 11): (9, 17, 1),
+    (2, 12): (9, 20, 0),
+    (2, 13): (9, 20, 0),
+    (2, 14): (9, 24, 0),
+}
+
 
 class CudnnOracle:
     """cuDNN's answers for one GPU model.
@@ -336,3 +357,23 @@ def _version_of(header: Path) -> tuple[int, ...]:
 def version_text(version: tuple[int, ...]) -> str:
     """Return a version as `9.8.0`."""
     return ".".join(map(str, version))
+
+
+def cudnn_of(torch_version: str) -> Version | None:
+    """Return the cuDNN of a release of PyTorch, such as `2.4.1+cu121`; None for an unknown release."""
+    release = re.match(r"(\d+)\.(\d+)", torch_version)
+    return _CUDNN_OF_TORCH.get((int(release[1]), int(release[2]))) if release is not None else None
+
+
+def require_release(given: object) -> str | None:
+    """Return a release of PyTorch whose cuDNN is known, as text such as `2.4`; None for None.
+
+    Raises:
+        UsageError: Not a release, or an unknown one; the message gives the known range.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str) and re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", given) and cudnn_of(given) is not None:
+        return given
+    oldest, newest = (".".join(map(str, pick(_CUDNN_OF_TORCH))) for pick in (min, max))
+    raise UsageError(f"torch_version is a release of PyTorch as text, {oldest} to {newest}, got {given!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -18,9 +17,8 @@ from typing import Any
 
 import torch
 
-from conf.errors import UsageError
 from conf.units import MIB
-from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
+from featurize.cudnn.oracle import OLDEST, CudnnOracle, cudnn_of, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
@@ -30,26 +28,6 @@ from featurize.recording.step_trace import StepTrace
 
 ORACLE, GUESSED = "oracle", "guessed"
 
-Version = tuple[int, int, int]
-
-# PyTorch's RELEASE.md, "Release Compatibility Matrix": the build on PyPI.
-_CUDNN_OF_TORCH: dict[tuple[int, int], Version] = {
-    (2, 0): (8, 5, 0),
-    (2, 1): (8, 9, 2),
-    (2, 2): (8, 9, 2),
-    (2, 3): (8, 9, 2),
-    (2, 4): (9, 1, 0),
-    (2, 5): (9, 1, 0),
-    (2, 6): (9, 1, 0),
-    (2, 7): (9, 5, 1),
-    (2, 8): (9, 10, 2),
-    (2, 9): (9, 10, 2),
-    (2, 10): (9, 10, 2),
-    (2, 11): (9, 17, 1),
-    (2, 12): (9, 20, 0),
-    (2, 13): (9, 20, 0),
-    (2, 14): (9, 24, 0),
-}
 _NOT_AS_ASKED = "cuDNN {} takes none for 1x1 kernels in fp32"
 
 
@@ -110,26 +88,6 @@ def _workspace(
         layout=signature.layout,
         cudnn=version,
     )
-
-
-def cudnn_of(torch_version: str) -> Version | None:
-    """Return the cuDNN of a release of PyTorch, such as `2.4.1+cu121`; None for an unknown release."""
-    release = re.match(r"(\d+)\.(\d+)", torch_version)
-    return _CUDNN_OF_TORCH.get((int(release[1]), int(release[2]))) if release is not None else None
-
-
-def require_release(given: object) -> str | None:
-    """Return a release of PyTorch whose cuDNN is known, as text such as `2.4`; None for None.
-
-    Raises:
-        UsageError: Not a release, or an unknown one; the message gives the known range.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str) and re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", given) and cudnn_of(given) is not None:
-        return given
-    oldest, newest = (".".join(map(str, pick(_CUDNN_OF_TORCH))) for pick in (min, max))
-    raise UsageError(f"torch_version is a release of PyTorch as text, {oldest} to {newest}, got {given!r}")
 
 
 def traced_release_note(torch_version: str | None) -> str | None:

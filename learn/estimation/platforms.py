@@ -309,7 +309,7 @@ def platform_of(
         UsageError: An unknown name, with the known ones, or a limit out of the GPU model's range.
         EnvironmentProblem: cuDNN is to be asked and is not installed, or a machine's file does not hold a profile.
     """
-    from featurize.memory.cudnn_workspaces import require_release
+    from featurize.cudnn.oracle import installed_libraries, require_release
 
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
@@ -321,8 +321,6 @@ def platform_of(
     if workspaces not in (None, *WORKSPACES):
         raise unknown_name("workspaces", workspaces, WORKSPACES)
     if workspaces == CUDNN:
-        from featurize.cudnn.oracle import installed_libraries
-
         installed_libraries()
     return Platform(
         device=spec,

@@ -23,20 +23,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conf.children.running import ChildServer, local_server
-from featurize.trace.light_imports import without_compiler
 
 _NOTHING_KEPT = 64  # items after which a child is replaced: memory that models and libraries leave adds up
 WITHOUT_TORCH = "featurize.trace.light_imports:without_compiler"
-WITH_TORCH = "learn.rows.processes:import_tracer"
-
-
-def import_tracer() -> None:
-    """Import the tracer, in the process that children are forked from."""
-    without_compiler()
-    import learn.job.traced  # noqa: F401
-    from featurize.training.training_step import preload
-
-    preload()
+WITH_TORCH = "featurize.trace.tracing_process:import_tracer"
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from typing import Any
 
 from conf.children.keeper import run_program
 from conf.children.running import Child, ChildServer, local_server
+from featurize.trace.tracing_process import import_tracer
 
 
 def prepare() -> None:
     """Import what every script's process imports."""
+    import_tracer()
     importlib.import_module("learn.script.run")
 
 

@@ -42,6 +42,8 @@ for name in family_names():
 devices.load_device(devices.device_names()[0])
 assert group_key(timm.Config(model="a", batch_size=1)) and callable(estimate)
 assert group_key(zoo.Config(model="x:a", inputs="float32[3]", batch_size=1))
+mlp = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
+assert estimate(mlp, method="fast").peak_memory_mib > 0
 heavy = {"torch", "timm", "transformers", "x", "lightgbm", "sklearn", "matplotlib"} & set(sys.modules)
 print(sorted(heavy) + [name for name in sys.modules if name.startswith("learn.script")])
 

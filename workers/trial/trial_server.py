@@ -23,7 +23,10 @@ def prepare() -> dict[str, Any]:
     from workers.devices import TRACES_ONLY, software_environment
 
     if os.environ.get(TRACES_ONLY):
-        _import_the_trace()
+        from featurize.trace.tracing_process import import_tracer
+
+        import_tracer()
+        import workers.devices.simulated
     import workers.trial.body  # noqa: F401
     from featurize.training.training_step import preload
 
@@ -59,22 +62,6 @@ def _be_the_first_to_go() -> None:
             score.write("1000")
     except OSError:
         pass
-
-
-def _import_the_trace() -> None:
-    """Import the modules that tracing a step needs, without torch's compiler, which takes as long as torch itself."""
-    from featurize.trace.light_imports import without_compiler
-
-    without_compiler()
-    import torch.fx.experimental.symbolic_shapes  # sympy comes with it, and with a trace's first convolution or product
-    import torch.utils._device  # noqa: F401
-    import yaml  # noqa: F401  the format of device descriptions
-
-    import featurize.nets.modules
-    import featurize.recording.recorder
-    import featurize.timing.overlap
-    import featurize.trace.tracer  # noqa: F401
-    import workers.devices.simulated  # noqa: F401
 
 
 if __name__ == "__main__":

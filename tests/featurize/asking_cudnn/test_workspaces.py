@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.cudnn.oracle import cudnn_of
 from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings
 from featurize.device.device_spec import load_device
 from featurize.memory.cudnn_workspaces import (
     convolution_workspaces,
-    cudnn_of,
     for_release,
     release_note,
     workspaces_note,
