@@ -88,6 +88,7 @@ TOGETHER = {
     for name in names.split()
 }
 TOGETHER["tests/contracts/test_executor_contract.py"] = "tests/workers/workers"  # trial servers
+TOGETHER["tests/farm/test_served_adapters.py"] = "tests/featurize/libraries"
 TOGETHER["tests/test_no_code_from_data.py"] = "tests/test_architecture.py"  # both parse all sources
 
 

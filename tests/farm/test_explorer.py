@@ -173,16 +173,16 @@ def test_what_is_not_there_or_no_page_says_so(service):
         ("SELECT * FROM range(20000)", 200, "10,000 rows, and more"),
         ("DROP TABLE runs", 400, "read-only"),
         ("SELECT 1; SELECT 2", 400, "one SQL statement"),
-        ("COPY runs TO '/tmp/x.csv'", 400, "read-only"),
+        pytest.param("COPY runs TO '/tmp/x.csv'", 400, "read-only", marks=pytest.mark.wide),
         ("SELECT * FROM read_csv('/etc/passwd')", 400, "disabled"),
-        ("SELECT * FROM '/etc/passwd'", 400, ""),
+        pytest.param("SELECT * FROM '/etc/passwd'", 400, "", marks=pytest.mark.wide),
         ("ATTACH '/tmp/x.db'", 400, "read-only"),
         ("SELEC 1", 400, "syntax error"),
         ("SELECT count(*) FROM range(1000000) a, range(1000000) b", 503, "longer than the limit"),
         ("SELECT current_setting('memory_limit') || current_setting('temp_directory') AS x", 200, "768.0 MiB"),
         ("SELECT now() AS at, [1, NULL] AS list, 'ab'::BLOB AS blob", 200, "+00 [1, NULL] ab"),
         ("EXPLAIN SELECT 1", 400, "begins with"),
-        ("", 400, "one SQL statement"),
+        pytest.param("", 400, "one SQL statement", marks=pytest.mark.wide),
     ],
 )
 def test_a_query_of_the_users_reads_and_nothing_else(service, sql, status, words):
@@ -243,11 +243,7 @@ queries = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(query=queries)
-def test_whatever_a_url_holds_the_page_is_no_failure(service, query):
-    for path in ("/runs", "/runs.csv", "/collocations", "/kernels", "/datasets"):
-        assert service.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)
-
-
-values = st.lists(st.text(max_size=20).filter(lambda text: "\0" not in text), min_size=1, max_size=3, unique=True)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from(["/runs", "/runs.csv", "/collocations", "/kernels", "/datasets"]), query=queries)
+def test_whatever_a_url_holds_the_page_is_no_failure(service, path, query):
+    assert service.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)

@@ -306,7 +306,7 @@ def test_workloads_are_admitted_where_their_job_fits(service, decided):
 
 
 def test_a_workload_waits_until_its_trace_is_done(service, decided):
-    job = {"model": "torchvision.models:resnet34", "inputs": [4, 3, 64, 64]}
+    job = {"model": "torchvision.models:alexnet", "inputs": [2, 3, 64, 64]}
     waiting = workload("traced", {"gpufarm.io/job": json.dumps(job)})
     with service.traces_held():
         assert "traced" not in decided(waiting)

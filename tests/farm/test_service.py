@@ -236,9 +236,6 @@ def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp
     assert [event["event"] for event in lines(path)] == ["standby", "left"]
 
 
-# Nodes
-
-
 # Hostile clients of the metrics port, over real sockets: none stays for ever, none keeps others out
 
 

@@ -47,7 +47,7 @@ def answered(service, tmp_path, handlers):
 def test_wanted_directives_are_answered_once_and_kept(answered):
     small = json.dumps({"config": MLP})
     large = json.dumps({"config": {**MLP, "input_size": 40_000, "classes": 40_000, "batch_size": 4096}})
-    several = json.dumps({"model": "torchvision.models:resnet18", "inputs": [4, 3, 64, 64], "parallel": "ddp=2"})
+    several = json.dumps({"model": "torchvision.models:alexnet", "inputs": [4, 3, 64, 64], "parallel": "ddp=2"})
     rows = answered(small, large, small, several)
     assert (rows[small].gpus, rows[small].fits, rows[small].features) == (1, "yes", "a100|l4")
     assert rows[small].comment.startswith("gpufarm: ") and "MiB, bound" in rows[small].comment
@@ -151,9 +151,19 @@ def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
         training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
 
 
-def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(tmp_path, monkeypatch, capfd):
-    (tmp_path / "above" / "below").mkdir(parents=True)
-    (tmp_path / "above" / "below" / "train.py").write_text(TRAINING)
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.wide)])  # wide: torch in a process
+def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(
+    tmp_path, monkeypatch, capfd, runs
+):
+    def fake(words, *, device, time_limit_s):
+        assert words == ("python", "train.py") and Path.cwd() == folder
+        return estimate(MLP, device=device)
+
+    if not runs:
+        monkeypatch.setattr("learn.script.estimating.estimate_script", fake)
+    folder = tmp_path / "above" / "below"
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(TRAINING)
     script, fake = tmp_path / "job.sh", tmp_path / "fake_sbatch"
     directives = "#SBATCH --job-name=it's\n#SBATCH --chdir=nowhere\n"
     script.write_text(f"#!/bin/bash\n{directives}cd $SLURM_SUBMIT_DIR/below\npython train.py\n")
