@@ -387,9 +387,8 @@ WRONG = {
 
 
 def test_what_cannot_be_is_found_and_kept(folder):
-    fill(folder, [0], config_hash="x")
-    for index, changes in enumerate(WRONG.values(), 1):
-        fill(folder, [index], **changes)
+    wrong = [run_row(index, **changes) for index, changes in enumerate(WRONG.values(), 1)]
+    RunWriter(folder).write_batch([run_row(0, config_hash="x"), *wrong])
     problems = list(findings_of(folder))
     findings = {finding.rule: finding for finding in problems}
     assert len(findings) == len(problems)

@@ -277,26 +277,21 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(ten_merged):
     assert ask(ten_merged, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
-@pytest.fixture
-def unopened(monkeypatch):
-    """A context in which the footers of merged files cannot be read, as where too many files are open."""
+@contextlib.contextmanager
+def unopened(monkeypatch, folder):
+    """Within, the footers of merged files cannot be read, as where too many files are open."""
 
-    @contextlib.contextmanager
-    def context(folder):
-        for path in folder.partition("runs", "cnn").glob("merged-*.parquet"):
-            os.utime(path)  # so nothing is known of it
-        with monkeypatch.context() as failing:
+    def fail(*_arguments, **_options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-            def fail(*_arguments, **_options):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-            failing.setattr(pq, "read_metadata", fail)
-            yield
-
-    return context
+    for path in folder.partition("runs", "cnn").glob("merged-*.parquet"):
+        os.utime(path)  # so nothing is known of it
+    with monkeypatch.context() as failing:
+        failing.setattr(pq, "read_metadata", fail)
+        yield
 
 
-def test_a_listing_is_believed_while_its_merged_file_cannot_be_opened_and_afterwards(folder, unopened, capsys):
+def test_a_listing_is_believed_while_its_merged_file_cannot_be_opened_and_afterwards(folder, monkeypatch, capsys):
     fill(folder, range(4))
     merge(folder, grace_s=1e9)
     older = only_merged(folder)
@@ -305,7 +300,7 @@ def test_a_listing_is_believed_while_its_merged_file_cannot_be_opened_and_afterw
     for path in folder.partition("runs", "cnn").glob("J-*.parquet"):  # as by a deletion that was killed
         path.unlink()
     assert older.exists()
-    with unopened(folder):
+    with unopened(monkeypatch, folder):
         assert ask(folder, "SELECT count(*) FROM runs") == [(8,)]
     assert ask(folder, "SELECT count(*) FROM runs") == [(8,)]
     assert "ignoring" not in capsys.readouterr().err
@@ -328,12 +323,12 @@ def test_a_damaged_listing_that_is_ignored_too_is_told_of_both(folder, capsys):
     assert "this listing is damaged" in warnings[0] and "ignoring this listing" in warnings[1]
 
 
-def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(ten_merged, unopened):
+def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(ten_merged, monkeypatch):
     merged = only_merged(ten_merged)
     other = new_merged_name()
     pq.write_table(pq.read_table(merged), merged.with_name(other), **COMPRESSION)
     Listing(listing_file(ten_merged, "runs", other), f"family=cnn/{other}", (), 2.0).write()
-    with unopened(ten_merged), pytest.raises(OSError, match="Too many open files"):  # never 20
+    with unopened(monkeypatch, ten_merged), pytest.raises(OSError, match="Too many open files"):  # never 20
         ask(ten_merged, "SELECT count(*) FROM runs")
     assert ask(ten_merged, "SELECT count(*) FROM runs") == [(10,)]
 
