@@ -137,43 +137,6 @@ def test_a_parameter_that_two_stages_use_is_on_both():
     assert sum(one.parameter_bytes for one in stages) == whole.parameter_bytes + WIDTH * WIDTH * 4
 
 
-def llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize(
-    ("options", "checkpointing"),
-    [
-        ({"pp": 2, "fsdp": 2}, "full"),
-        ({"pp": 2, "tp": 2}, None),
-    ],
-    ids=str,
-)
-def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing):
-    ids = torch.empty(8, 16, dtype=torch.long, device="meta")
-    batch, settings = {"input_ids": ids, "labels": ids}, Training(checkpointing=checkpointing, precision="bf16")
-    whole = trace_step(llama, batch, settings=settings)
-    part = trace_step(llama, batch, settings=settings, parallel=Parallel(**options)).pipeline
-    assert part.starts[-1].startswith("model.layers.")
-    held = sum(group.trace.parameter_bytes for group in part.groups)
-    assert held * options.get("fsdp", 1) == whole.parameter_bytes or "tp" in options  # norms are on each rank of tp
-    stages = [group.trace for group in part.groups]
-    embedding, logits = ([op for op in stage.operators if op.name == "aten::embedding"] for stage in stages)
-    assert embedding and not logits
-
-
 def widening():
     """A model that changes what some blocks give before the next ones take it."""
 

@@ -1,4 +1,4 @@
-"""Models that people train, with masks, labels and the losses of their own: traced, and compared with a real step."""
+"""Models that people train, with masks, labels and their own losses: traced, compared with a real step, divided."""
 
 import importlib.util
 
@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from published_models import BATCH, MODELS
 from torch import nn
 
+from featurize.job.layout import Parallel
 from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
 from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import bytes_of
 
@@ -151,3 +153,75 @@ def test_grouped_products_are_counted_and_padded_as_on_cuda():
     assert [op.flops for op in products] == [2 * 10 * 8 * 6] * len(products) and len(products) == 2
     made = {block.nbytes for block in trace.blocks if block.operator == "aten::_grouped_mm"}
     assert made >= {4 * (9 * 8 + 6), 4 * (31 * 8 + 6)}  # rows of six numbers begin at multiples of 16 bytes
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.needs_mode("pp")
+@pytest.mark.parametrize(
+    ("options", "checkpointing"),
+    [pytest.param({"pp": 2, "fsdp": 2}, "full", marks=pytest.mark.wide), ({"pp": 2, "tp": 2}, None)],
+    ids=str,
+)
+def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing):
+    ids = torch.empty(8, 16, dtype=torch.long, device="meta")
+    batch, settings = {"input_ids": ids, "labels": ids}, Training(checkpointing=checkpointing, precision="bf16")
+    whole = trace_step(llama, batch, settings=settings)
+    part = trace_step(llama, batch, settings=settings, parallel=Parallel(**options)).pipeline
+    assert part.starts[-1].startswith("model.layers.")
+    held = sum(group.trace.parameter_bytes for group in part.groups)
+    assert held * options.get("fsdp", 1) == whole.parameter_bytes or "tp" in options  # norms are on each rank of tp
+    stages = [group.trace for group in part.groups]
+    embedding, logits = ([op for op in stage.operators if op.name == "aten::embedding"] for stage in stages)
+    assert embedding and not logits
+
+
+def mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        vocab_size=256,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.needs_mode("fsdp")
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        pytest.param({"fsdp": 4, "ep": 4}, ["all_to_all"], marks=pytest.mark.wide),
+        pytest.param({"cp": 2, "fsdp": 2, "ep": 4}, ["all_to_all", "send"], marks=pytest.mark.wide),
+        pytest.param({"tp": 2, "fsdp": 2}, ["all_reduce"], marks=pytest.mark.wide),
+        ({"tp": 2, "fsdp": 2, "ep": 4}, ["all_reduce", "all_to_all"]),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_transformers_is_divided(options, kinds):
+    tokens = torch.empty(2, 64, dtype=torch.int64, device="meta")
+    trace = trace_step(
+        mixtral,
+        {"input_ids": tokens, "labels": tokens},
+        settings=Training(precision="bf16"),
+        parallel=Parallel(**options),
+    )
+    alone = trace_step(mixtral, {"input_ids": tokens, "labels": tokens})
+    assert {one.kind for one in trace.collectives} == {"all_gather", "reduce_scatter", *kinds}
+    assert alone.parameter_bytes / 4 <= trace.parameter_bytes < alone.parameter_bytes / 3.5

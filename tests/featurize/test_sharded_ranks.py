@@ -307,44 +307,6 @@ def test_experts_that_are_not_divided_are_refused(make, ranks, message):
         divided(make, fsdp=ranks, ep=ranks)
 
 
-def mixtral():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        vocab_size=256,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-@pytest.mark.spread(4)
-@pytest.mark.parametrize(
-    ("options", "kinds"),
-    [
-        ({"fsdp": 4, "ep": 4}, ["all_to_all"]),
-        ({"cp": 2, "fsdp": 2, "ep": 4}, ["all_to_all", "send"]),
-        ({"tp": 2, "fsdp": 2}, ["all_reduce"]),
-        ({"tp": 2, "fsdp": 2, "ep": 4}, ["all_reduce", "all_to_all"]),
-    ],
-    ids=str,
-)
-def test_a_mixture_of_transformers_is_divided(options, kinds):
-    tokens = torch.empty(2, 64, dtype=torch.int64, device="meta")
-    trace = trace_step(
-        mixtral,
-        {"input_ids": tokens, "labels": tokens},
-        settings=Training(precision="bf16"),
-        parallel=Parallel(**options),
-    )
-    alone = trace_step(mixtral, {"input_ids": tokens, "labels": tokens})
-    assert {one.kind for one in trace.collectives} == {"all_gather", "reduce_scatter", *kinds}
-    assert alone.parameter_bytes / 4 <= trace.parameter_bytes < alone.parameter_bytes / 3.5
-
-
 def test_what_ranks_talk_about_has_a_group_for_each_kind():
     layout = Parallel(ddp=2, fsdp=4, cp=2, tp=2, ep=8)
     dense = {"ddp": (2, 16), "fsdp": (8, 2), "tp": (2, 1), "cp": (2, 2)}
