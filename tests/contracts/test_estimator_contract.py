@@ -9,13 +9,14 @@ import torch
 
 from conf.errors import UsageError
 from featurize.families import mlp
+from learn.estimators import tabular
 from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Prediction, get_estimator, make_estimator
 from learn.rows import step_store
 from learn.rows.step_store import StepStore
 from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_rows
 
-FITTED_ROWS, TRAINING_FREE_ROWS = 24, 4  # a row of the latter takes a whole analysis, and none learns from others
+FITTED_ROWS, TRAINING_FREE_ROWS = 16, 4  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
 USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
@@ -60,16 +61,18 @@ def rows(case):
     return rows_of(*case)
 
 
+@functools.cache
 def rows_of(name, target):
     return make(target, TRAINING_FREE_ROWS if name in TRAINING_FREE else FITTED_ROWS)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_members():
-    """Ensembles of two, which are as good for what these tests show as those of a user."""
+    """Ensembles of two and forests of twenty, which are as good for what these tests show as those of a user."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gpumemnet_mlp", "gpumemnet_transformer"):
             patch.setattr(get_estimator(name), "members", 2)
+        patch.setattr(tabular, "TREES", 20)
         yield
 
 
