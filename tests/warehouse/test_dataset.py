@@ -312,9 +312,10 @@ def test_the_card_tells_environment_statuses_and_units(sent):
     assert "| `power_w` | double | power draw; W |" in text
 
 
-def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
+def test_too_large_a_data_set_is_refused_and_nothing_is_written(folder, out):
+    RunWriter(folder).write(gpu_run(0), readings(2))
     with pytest.raises(UsageError, match=r"more than max_mb=0\.005"):
-        exported(filled, out, max_mb=0.005)
+        exported(folder, out, max_mb=0.005)
     assert not out.exists()
 
 
@@ -433,10 +434,11 @@ def test_metadata_of_any_shape_lands_nothing(sent, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(filled, out, tmp_path, capsys):
-    data = f"data={filled.root}"
+def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(folder, out, tmp_path, capsys):
+    RunWriter(folder).write(gpu_run(0), readings(2))
+    data = f"data={folder.root}"
     assert cli.run("export", export_command.entry, [f"out={out}", data]) == 0
-    assert "7 runs added" in capsys.readouterr().out
+    assert "1 runs added" in capsys.readouterr().out
     arguments = ["source=dataset", f"path={out}", f"data={tmp_path / 'other'}"]
     assert cli.run("ingest", ingest_command.entry, arguments) == 0
     assert "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-runs.parquet" in capsys.readouterr().out
