@@ -192,7 +192,7 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
 
 
 class Killed(BaseException):
-    """The end of a process, which nothing that it would do after has outlived."""
+    """Raised where a killed process would end."""
 
 
 def kill_at(monkeypatch, folder, now_s, step):

@@ -213,12 +213,6 @@ def test_an_explained_statement_that_writes_is_refused_by_duckdb(query, sql):
     assert not os.path.exists("/tmp/gpufarm-planted")
 
 
-@pytest.mark.parametrize("sql", ["EXPLAIN COPY runs TO '/tmp/gpufarm-planted'", "EXPLAIN PRAGMA enable_profiling"])
-def test_a_plan_alone_writes_nothing(query, sql):
-    query(sql)
-    assert not os.path.exists("/tmp/gpufarm-planted")
-
-
 @pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "sql",

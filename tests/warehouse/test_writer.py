@@ -48,11 +48,6 @@ def test_a_repeat_replaces_the_run(folder):
     assert ask(folder, "SELECT status, attempt, (SELECT count(*) FROM telemetry) FROM runs") == [("oom", 2, 2)]
 
 
-def test_a_run_without_samples_is_kept(folder):
-    RunWriter(folder).write(run_row(1, status="crashed", error="boom"), TELEMETRY_SCHEMA.empty_table())
-    assert ask(folder, "SELECT status, error, telemetry_rows FROM runs") == [("crashed", "boom", 0)]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
