@@ -20,7 +20,7 @@ from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, unreadable
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files import plain_file
@@ -220,22 +220,26 @@ def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue):
     assert is_well_after_compactions(ran, queue)
 
 
+REPAIR = """
+from farm.queue.repair import repair
+from warehouse.files.folder import DataFolder
+def act(root):
+    repair(DataFolder.resolve(root))
+"""
+
+
+@pytest.fixture(scope="module")
+def kill_at():
+    """Kill a repair of a folder before its `step`-th visible change."""
+    with killed_children(REPAIR) as kill:
+        yield lambda folder, step: kill(["replace"], step, str(folder.root))
+
+
 @pytest.mark.spread(6)
-@pytest.mark.parametrize("step", range(1, 12))
-def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, monkeypatch, step):
+@pytest.mark.parametrize("step", range(1, 11))
+def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, kill_at, step):
     lose_one_run(ran)
-    with monkeypatch.context() as dying:
-        left = [step]
-
-        def die(*arguments, really=os.replace):
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            return really(*arguments)
-
-        dying.setattr(os, "replace", die)
-        with contextlib.suppress(KeyboardInterrupt):
-            repair(ran)
+    kill_at(ran, step)
     repair(ran)
     samples, distinct, runs = plain_samples(ran)
     assert samples == distinct and runs >= N - 1

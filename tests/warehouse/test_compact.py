@@ -19,6 +19,7 @@ from warehouse_rows import (
     collocations,
     compact_at,
     kernels,
+    killed_children,
     only_merged,
     ranks,
     run_row,
@@ -191,30 +192,19 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     assert not is_open_somewhere(folder)
 
 
-class Killed(BaseException):
-    """Raised where a killed process would end."""
+COMPACT = """
+from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.folder import DataFolder
+def act(root, now_s):
+    compact(DataFolder.resolve(root), now_s=now_s, settings=CompactionSettings(min_files=2))
+"""
 
 
-def kill_at(monkeypatch, folder, now_s, step):
-    """Compact until just before the `step`-th visible change; nothing changes after it, as in a process that is killed.
-
-    The compactor's `finally` and `except` run, but find no way to change a file.
-    """
-    done = []
-
-    def dying(call):
-        def wrapped(*arguments, **keywords):
-            done.append(call)
-            if len(done) >= step:
-                raise Killed
-            return call(*arguments, **keywords)
-
-        return wrapped
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        for name in ("replace", "unlink"):
-            patched.setattr(os, name, dying(getattr(os, name)))
-        compact(folder, now_s=now_s, settings=EAGER)
+@pytest.fixture(scope="module")
+def kill_at():
+    """Kill a compaction of a folder, `hours` after its files were written, before its `step`-th visible change."""
+    with killed_children(COMPACT) as kill:
+        yield lambda folder, hours, step: kill(["replace", "unlink"], step, str(folder.root), NOW_S + hours * HOUR_S)
 
 
 def settle(folder, runs, families=("cnn",)):
@@ -241,18 +231,18 @@ def at_steps(families, runs, compactions, first, *others):
         *at_steps(("cnn",), 4, (HALVES, EAGER), 4, 1, 2, 3, 5),  # which was merged twice
     ],
 )
-def test_killed_at_a_step_then_compacted_again(monkeypatch, folder, families, runs, compactions, step):
+def test_killed_at_a_step_then_compacted_again(kill_at, folder, families, runs, compactions, step):
     for number, family in enumerate(families):
         fill(folder, range(10 * number, 10 * number + runs), family)
     for number, settings in enumerate(compactions):
         compact_at(folder, 2 * number, settings=settings)
-    kill_at(monkeypatch, folder, NOW_S + 2 * len(compactions) * HOUR_S, step)
+    kill_at(folder, 2 * len(compactions), step)
     settle(folder, runs * len(families), families)
 
 
-def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(monkeypatch, folder):
+def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(kill_at, folder):
     fill(folder, range(3))
-    kill_at(monkeypatch, folder, NOW_S, 4)  # the merged file of runs is there, not its listing
+    kill_at(folder, 0, 4)  # the merged file of runs is there, not its listing
     fill_any(folder, [1], SAMPLES, attempt=2, status="timeout")
     settle(folder, 3)
     assert ask(folder, "SELECT status FROM runs WHERE run_id = 'J-000001'") == [("timeout",)]

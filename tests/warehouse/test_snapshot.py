@@ -5,16 +5,23 @@ import datetime
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, compact_at, copy_into, findings_of, flip, run_row, samples, take_no_files
+from warehouse_rows import (
+    ask,
+    compact_at,
+    copy_into,
+    findings_of,
+    flip,
+    killed_children,
+    run_row,
+    samples,
+    take_no_files,
+)
 
 import warehouse
 from conf.cli.command_line import run
@@ -225,37 +232,20 @@ def test_a_damaged_manifest_is_named(folder):
             warehouse.connect(folder, snapshot="s")
 
 
-KILLED = """
-import os, signal, sys
-from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
+TAKE = """
+from warehouse.files.folder import DataFolder
 from warehouse.snapshot import take_snapshot
-def dying(call):
-    def wrapped(*arguments, **keywords):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*arguments, **keywords)
-    return wrapped
-for line in sys.stdin:
-    name, number = line.split()
-    if (child := os.fork()) == 0:
-        left = int(number)
-        setattr(os, name, dying(getattr(os, name)))
-        take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def act(root):
+    take_snapshot(DataFolder.resolve(root), "s")
 """
 
 
 @pytest.mark.slow
 def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(full):
     before = everything(full)
-    command = [sys.executable, "-c", KILLED, str(full.root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        for step in ("replace 2", "link 5", "rename 1"):
-            print(step, file=process.stdin, flush=True)
-            assert int(process.stdout.readline()) == -signal.SIGKILL
+    with killed_children(TAKE) as kill:
+        for name, step in (("replace", 2), ("link", 5), ("rename", 1)):
+            kill([name], step, str(full.root))
             assert snapshot_names(full) == [] and everything(full) == before
     assert everything(full, take_snapshot(full, "s").name) == before
     assert not list(full.snapshots.glob(".*"))

@@ -6,8 +6,12 @@ import contextlib
 import csv
 import datetime
 import errno
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,6 +178,45 @@ def take_no_files(monkeypatch) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("warehouse.files.views.write_file", refuse)
+
+
+KILL_CHILDREN = """
+import json, os, signal, sys
+def dying(call):
+    def wrapped(*arguments, **keywords):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **keywords)
+    return wrapped
+for line in sys.stdin:
+    names, left, arguments = json.loads(line)
+    if (child := os.fork()) == 0:
+        for name in names:
+            setattr(os, name, dying(getattr(os, name)))
+        act(*arguments)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def killed_children(source: str) -> Iterator[Callable]:
+    """A process that forks those that are killed, as importing what they call takes longer than all else.
+
+    Yields `kill(names, step, *arguments)`: a child calls `act`, which `source` defines, with these arguments, and kills
+    itself before its `step`-th call of one of the functions of `os` with these names.
+    """
+    command = [sys.executable, "-c", source + KILL_CHILDREN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def kill(names, step, *arguments):
+            print(json.dumps([names, step, arguments]), file=process.stdin, flush=True)
+            assert int(process.stdout.readline()) == -signal.SIGKILL
+
+        yield kill
+        process.stdin.close()
 
 
 class Steps:
