@@ -13,7 +13,7 @@ import learn.fitting.artifacts as artifact_files
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, mlp, transformer
 from learn import FitSettings, estimate, fit
-from learn.build_defaults import DEVICES, TARGETS
+from learn.build_defaults import TARGETS
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
     default_artifact,
@@ -21,6 +21,7 @@ from learn.fitting.artifacts import (
     newest,
     versions,
 )
+from learn.fitting.config_models import DEVICES
 from learn.job.training_job import of_configs
 from learn.judging.report import model_card
 from learn.rows.data import TARGETS as KNOWN_TARGETS

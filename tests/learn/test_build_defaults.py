@@ -16,12 +16,13 @@ import pytest
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import build_defaults, estimate, estimate_many
-from learn.build_defaults import TARGETS, WHERE, entry, fit_config_model, labelled_rows
+from learn.build_defaults import TARGETS, WHERE, entry
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.fitting.artifacts import default_artifact
+from learn.fitting.config_models import fit_config_model, labelled_rows
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
 from learn.rows.step_store import StepRecord, StepStore

@@ -13,7 +13,7 @@ from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.build_defaults import drawn_cases
+from learn.fitting.config_models import drawn_cases
 from tests.learn.learn_rows import make_configs, write_runs
 
 A100 = load_device("A100-SXM4-40GB")
