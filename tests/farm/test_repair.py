@@ -111,6 +111,11 @@ def tear_the_listing(folder, kind):
     listing_file(folder, kind, one(folder, kind).name).write_bytes(b"torn")
 
 
+def lose_the_listing(folder):
+    listing_file(folder, "runs", one(folder, "runs").name).unlink()
+    os.utime(one(folder, "runs"), (0, 0))  # long ago, so it is not being landed
+
+
 # what happened -> (hours of the compactions before it, what it does, files that go aside, lines, runs that run again)
 DAMAGES = {
     "a run is torn": ((), tear_a_run, 1, [], [3]),
@@ -121,6 +126,7 @@ DAMAGES = {
     "a merged file is gone": ((0, 2), lambda folder: one(folder, "runs").unlink(), 3, [], range(N)),
     "a listing of runs": ((0, 2), lambda folder: tear_the_listing(folder, "runs"), 0, ["rewritten"], []),
     "a listing of samples": ((0, 2), lambda folder: tear_the_listing(folder, "telemetry"), 0, ["rewritten"], []),
+    "no listing of runs": ((0, 2), lose_the_listing, 0, ["listed again"], []),
     "a job's file": ((), flip_a_job_file, 1, [], []),
 }
 
@@ -235,8 +241,11 @@ def kill_at():
         yield lambda folder, step: kill(["replace"], step, str(folder.root))
 
 
-@pytest.mark.spread(6)
-@pytest.mark.parametrize("step", range(1, 11))
+@pytest.mark.parametrize(
+    "step",
+    # before the other samples' file is listed, and before the listing of one that goes aside
+    [2, 6, *(pytest.param(step, marks=pytest.mark.wide) for step in (1, 3, 4, 5, 7, 8, 9, 10))],
+)
 def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, kill_at, step):
     lose_one_run(ran)
     kill_at(ran, step)
@@ -487,4 +496,6 @@ def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
     assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true", "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["queued"] == {JOB: 1} and len(report["moved"]) == 1
+    assert run("check", check_entry, [f'data="{ran.root}"']) == 0
+    assert capsys.readouterr().out.endswith("0 damaged or missing\n")
     assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=3"]) == 2

@@ -205,6 +205,8 @@ def test_a_query_is_a_select_or_an_explanation_of_one(query, sql):
         "EXPLAIN ANALYZE COPY (SELECT 1) TO '/tmp/gpufarm-planted'",
         "explain analyze  /* SELECT */ SET threads = 1",
         "EXPLAIN (ANALYZE) CREATE TABLE t AS SELECT 1",
+        "EXPLAIN COPY runs TO '/tmp/gpufarm-planted'",
+        "EXPLAIN PRAGMA enable_profiling",
     ],
 )
 def test_an_explained_statement_that_writes_is_refused_by_duckdb(query, sql):
