@@ -155,12 +155,12 @@ def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
 def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(
     tmp_path, monkeypatch, capfd, runs
 ):
-    def fake(words, *, device, time_limit_s):
+    def estimated(words, *, device, time_limit_s):
         assert words == ("python", "train.py") and Path.cwd() == folder
         return estimate(MLP, device=device)
 
     if not runs:
-        monkeypatch.setattr("learn.script.estimating.estimate_script", fake)
+        monkeypatch.setattr("learn.script.estimating.estimate_script", estimated)
     folder = tmp_path / "above" / "below"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(TRAINING)

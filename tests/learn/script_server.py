@@ -18,22 +18,17 @@ from featurize.trace.tracing_process import import_tracer
 
 
 def prepare() -> None:
-    """Import what every script's process imports."""
+    """Import what any script's process imports, also under a launcher or for a compiled model."""
+    for name in ("torch._inductor", "torch._functorch.aot_autograd", "featurize.training.sharded_rank"):
+        importlib.import_module(name)
+    importlib.import_module("featurize.nets.vision").mend_torchvision()  # as the run of a script begins
     import_tracer()
     importlib.import_module("learn.script.run")
 
 
 def script_server() -> ChildServer:
     """Start a server for any number of scripts, one after the other."""
-    return local_server("tests.learn.script_server:prepare_for_all")
-
-
-def prepare_for_all() -> None:
-    """Import also what processes under a launcher and those of compiled models do, which takes each of them seconds."""
-    for name in ("torch._inductor", "torch._functorch.aot_autograd", "featurize.training.sharded_rank"):
-        importlib.import_module(name)
-    importlib.import_module("featurize.nets.vision").mend_torchvision()  # as the run of a script begins
-    prepare()
+    return local_server("tests.learn.script_server:prepare")
 
 
 class PreparedRunner:

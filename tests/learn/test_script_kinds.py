@@ -24,6 +24,12 @@ pytestmark = pytest.mark.usefixtures("prepared_scripts")
 SCRIPTS = Path(__file__).parent / "training_scripts"
 
 
+@pytest.fixture
+def new_process(prepared_scripts, monkeypatch):
+    """The script runs in a new process, as a user's does, which has neither torch's compiler nor torchvision yet."""
+    monkeypatch.setattr("learn.script.estimating.local_server", local_server)
+
+
 def torchvision_model(name, **arguments):
     def make():
         import torchvision
@@ -163,6 +169,7 @@ def check_same(command, make, inputs, settings):
 
 
 @pytest.mark.wide
+@pytest.mark.usefixtures("new_process")
 def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path):
     script = check_same("plain_amp --amp fp16", RESNET18, IMAGES, {"precision": "fp16"})
     assert script.warnings[0] == "the script trains with adam, fp16, 8 samples in a forward pass"
@@ -171,6 +178,7 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
 
 
 @pytest.mark.wide
+@pytest.mark.usefixtures("new_process")
 def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
     settings = {
         "optimizer": "adamw",
@@ -279,11 +287,10 @@ for step in range(5):
 """
 
 
-def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("new_process")
+def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path):
     from featurize.recording import values
 
-    # In a new process, as a user's is, which lacks torch's compiler
-    monkeypatch.setattr("learn.script.estimating.local_server", local_server)
     (tmp_path / "train.py").write_text(VALUES)
     report, snapshot = tmp_path / "report.html", tmp_path / "snapshot.pickle"
     script = estimate_script(["python", "train.py"], report=report, snapshot=snapshot, name="masked model")

@@ -33,8 +33,8 @@ def worker():
 
 @pytest.fixture
 def small():
-    """A worker whose device has 900 MiB."""
-    with ready("test-worker", HERE, backend="cpu", memory_limit_mib=900) as worker:
+    """A worker whose device has 1,500 MiB."""
+    with ready("test-worker", HERE, backend="cpu", memory_limit_mib=1500) as worker:
         yield worker
 
 

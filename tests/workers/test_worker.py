@@ -84,9 +84,9 @@ def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measu
 
 
 def test_too_much_memory_on_the_cpu_device_is_an_oom(small):
-    result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
+    result = small.run(task(mlp(input_size=20480, depth=2, topology="uniform")))
     assert (result.run.status, result.run.oom_kind) == ("oom", "device")
-    assert result.run.device_memory_mib == 900 and not result.retryable
+    assert result.run.device_memory_mib == 1500 and not result.retryable
     assert small.run(task(mlp())).run.status == "ok", "the next trial starts clean"
 
 
