@@ -78,9 +78,9 @@ def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
 
 
 def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "_MOST_S", 1.0)
+    monkeypatch.setattr(children, "_MOST_S", 6.0)  # of which the imports of a busy machine take some
     result = measured(tmp_path, child("hanging", "hangs"))
-    assert result.failed["hanging"] == "it took more than 1 s"
+    assert result.failed["hanging"] == "it took more than 6 s"
     assert stages(tmp_path) == ["begun"]
 
 
