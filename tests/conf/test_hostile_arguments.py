@@ -656,7 +656,7 @@ def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
 
 
 def test_a_folder_is_named_as_it_is_typed(invoke):
-    name = "a, b=x {ü'; echo foo"
+    name = "{a, b=x ü'; echo foo"
     assert invoke("submit", *NEEDED["submit"], "device=simulated", f"data={name}")[0] == 0
     assert invoke("query", "SELECT count(*) AS n FROM jobs", "format=csv", f"data={name}")[1].split() == ["n", "1"]
     assert os.listdir(invoke.place) == [name]

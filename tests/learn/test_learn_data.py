@@ -10,7 +10,7 @@ from conf.units import MIB_PER_GIB
 from featurize.families.cnn import Config
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore, with_suspects
-from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch
+from tests.learn.learn_rows import MOSTLY_MLPS, labels_of, make_configs, make_rows, write_batch
 
 
 def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
@@ -60,7 +60,7 @@ def test_sources_are_mixed_only_where_a_list_names_them(data):
 
 
 def test_family_is_chosen_and_an_absent_one_is_named(data):
-    write_batch(data, make_configs(40, families=("mlp", "mlp", "mlp", "cnn")), statuses=["ok"] * 40)
+    write_batch(data, make_configs(40, families=MOSTLY_MLPS), statuses=["ok"] * 40)
     assert set(load_rows(data, "memory", family="mlp").family) == {"mlp"}
     assert len(load_rows(data, "memory", family="all")) == 40
     with pytest.raises(UsageError, match="family=gpt; there are mlp: 30, cnn: 10"):

@@ -228,8 +228,8 @@ def test_the_callers_own_model_and_torch_are_left_as_they_were(method):
     model, state = small_mlp().eval(), state_of_torch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     of_own = mib_of(method(), workload(lambda: model))
-    assert state_of_torch() == state
     assert of_own == pytest.approx(mib_of(method(), workload(small_mlp)), rel=0.02)
+    assert state_of_torch() == state
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
