@@ -180,7 +180,10 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from. Runs no operator and starts no thread."""
+    """Import what traces need and load the packaged models, in the process that traces are forked from.
+
+    Runs no operator and starts no thread.
+    """
     search_working_folder()
     from featurize.trace.tracing_process import import_tracer
 

@@ -279,7 +279,7 @@ class RunningTrial:
         if self._reader.ranks > 1:
             sources = tuple(source for source in sources if source == _TREE_SOURCE)
         self._start_sampler(sources, self._slots[0].device_uuid, self.pid)
-        self._follow()
+        self._follow(self._samplers[0])
         self._events = self._events_until(deadline_ns, tick_s)
 
     @property
@@ -352,13 +352,12 @@ class RunningTrial:
                 pid = self.pid
             uuid = self._slots[rank % len(self._slots)].device_uuid
             self._start_sampler(self._settings.telemetry.sources, uuid, pid)
-        self._follow()
+        self._follow(self._samplers[1])
 
-    def _follow(self) -> None:
-        """Follow the figures that decide when the window ends: the first rank's, or the whole trial's without ranks."""
-        period_s = self._settings.telemetry.period_s
-        self._decisive = self._samplers[:2][-1]
-        self._follower = TargetFollower(self._settings.window, self._decisive.sensor_names, period_s)
+    def _follow(self, sampler: TelemetrySampler) -> None:
+        """Follow a sampler's figures, which decide when the window ends."""
+        self._decisive = sampler
+        self._follower = TargetFollower(self._settings.window, sampler.sensor_names, self._settings.telemetry.period_s)
 
     def _updated_follower(self) -> TargetFollower:
         """Give the follower the samples so far, and return it."""
