@@ -211,8 +211,8 @@ class RayExecutor:
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
-        else:  # processes that are started later are not Ray's
-            self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
+        else:
+            self._note_roots()
         finally:
             if visible is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -442,6 +442,10 @@ class RayExecutor:
             with contextlib.suppress(psutil.Error):
                 processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return list(processes.values())
+
+    def _note_roots(self) -> None:
+        """Record Ray's root processes once it is up; processes that are started later are not Ray's."""
+        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
 
     def _start_servers(self) -> None:
         """Start a few servers at a time on each node, since importing torch takes a core for seconds."""
