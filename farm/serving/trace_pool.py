@@ -185,7 +185,7 @@ def prepare() -> None:
     Runs no operator and starts no thread.
     """
     search_working_folder()
-    from featurize.trace.tracing_process import import_tracer
+    from featurize.trace import import_tracer
 
     import_tracer()
     import learn.estimation.estimating

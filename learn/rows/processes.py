@@ -26,7 +26,7 @@ from conf.children.running import ChildServer, local_server
 
 _NOTHING_KEPT = 64  # items after which a child is replaced: memory that models and libraries leave adds up
 WITHOUT_TORCH = "featurize.trace.light_imports:without_compiler"
-WITH_TORCH = "featurize.trace.tracing_process:import_tracer"
+WITH_TORCH = "featurize.trace:import_tracer"
 
 
 @dataclass(frozen=True)

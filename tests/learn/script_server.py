@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.children.keeper import run_program
 from conf.children.running import Child, ChildServer, local_server
-from featurize.trace.tracing_process import import_tracer
+from featurize.trace import import_tracer
 
 
 def prepare() -> None:

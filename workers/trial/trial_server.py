@@ -23,7 +23,7 @@ def prepare() -> dict[str, Any]:
     from workers.devices import TRACES_ONLY, software_environment
 
     if os.environ.get(TRACES_ONLY):
-        from featurize.trace.tracing_process import import_tracer
+        from featurize.trace import import_tracer
 
         import_tracer()
         import workers.devices.simulated
