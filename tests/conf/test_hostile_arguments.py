@@ -382,7 +382,7 @@ REFUSED_BY_THE_COMMAND = {
         "family=nope",
         "columns={a:*b}",
         "columns={a:!!python/object:x}",
-        "columns=" + "[" * 1000,
+        "columns=" + "[" * 5000,
         "constants={day:2026-99-99}",
         "source=timm columns={a:b}",
     ),

@@ -71,7 +71,7 @@ class OwnSettings(Checked):
         ("n=${nope}", "n: Interpolation key 'nope' not found"),
         ("m=1", "unknown key 'm'; valid keys: n, data, names"),
         ("data=[a]", "data must be a path, got a list"),
-        ("n=" + "[" * 1000, "cannot read"),
+        ("n=" + "[" * 5000, "cannot read"),
         ("data=", "data must be a path"),
         ("names=[a,c]", "unknown name in names: 'c'; known: a, b"),
     ],
