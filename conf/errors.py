@@ -19,6 +19,7 @@ __all__ = [
     "require_known",
     "shown",
     "unknown_name",
+    "unknown_names",
 ]
 
 # Errors of this process, machine or disk rather than of a file's content: a later attempt may succeed.
@@ -57,10 +58,16 @@ def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")
 
 
+def unknown_names(names: Iterable[object], known: Sequence[str]) -> str | None:
+    """Return the problem of names that are not known, such as `unknown bckend; known: backend, count`; else None."""
+    unknown = [str(name) for name in names if name not in known]
+    return f"unknown {', '.join(unknown)}; known: {', '.join(known)}" if unknown else None
+
+
 def require_known(place: str, names: Iterable[object], known: Sequence[str]) -> None:
-    """Raise `UsageError` for names that are not known, such as `device: unknown bckend; known: backend, count`."""
-    if unknown := [str(name) for name in names if name not in known]:
-        raise UsageError(f"{place}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    """Raise `UsageError` for names that are not known, with the place where they stand."""
+    if problem := unknown_names(names, known):
+        raise UsageError(f"{place}: {problem}")
 
 
 @contextlib.contextmanager

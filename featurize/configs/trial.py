@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import UsageError, unknown_names
 from conf.files.identity import canonical_json as canonical_json
 from conf.files.identity import mapping_hash as mapping_hash
 from conf.plain_text import one_line
@@ -122,8 +122,8 @@ def _fields_of(cls: type) -> dict[str, bool]:
 def problem_of_fields(cls: type, values: Mapping[Any, Any]) -> str | None:
     """Return the problem of values whose names are unknown to a dataclass, or that lack one of its required fields."""
     known = _fields_of(cls)
-    if unknown := sorted(str(name) for name in values if name not in known):
-        return f"unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+    if problem := unknown_names(sorted(values, key=str), sorted(known)):
+        return problem
     if missing := missing_fields(cls, values):
         return f"missing {', '.join(missing)}"
     return None
