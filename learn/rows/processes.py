@@ -23,10 +23,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from conf.children.running import ChildServer, local_server
+from featurize.trace import import_tracer
 
 _NOTHING_KEPT = 64  # items after which a child is replaced: memory that models and libraries leave adds up
 WITHOUT_TORCH = "featurize.trace.light_imports:without_compiler"
-WITH_TORCH = "featurize.trace:import_tracer"
+WITH_TORCH = "learn.rows.processes:import_tracing"
+
+
+def import_tracing() -> None:
+    """Import the tracer and what reads its traces, in the process that children are forked from."""
+    import_tracer()
+    import learn.job.traced  # noqa: F401
 
 
 @dataclass(frozen=True)

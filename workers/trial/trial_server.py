@@ -27,11 +27,13 @@ def prepare() -> dict[str, Any]:
 
         import_tracer()
         import workers.devices.simulated
+    else:
+        from featurize.training.training_step import preload
+
+        preload()
     import workers.trial.body  # noqa: F401
-    from featurize.training.training_step import preload
 
     search_working_folder()
-    preload()
     return software_environment()
 
 
