@@ -34,9 +34,9 @@ from warehouse.tables.schema import (
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
-    from warehouse.reading.connection import WarehouseConnection
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
+ROW_COUNTS = "SELECT " + ", ".join(f"(SELECT count(*) FROM {view}) AS {view}" for view in VIEWS)  # one row
 
 SCHEME = "gpufarm"  # scheme of the paths that `warehouse.files.folder_files` serves
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
@@ -213,14 +213,6 @@ def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str
         f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
         f"{sql_text(_fingerprint(statements))} AS fingerprint"
     )
-
-
-def count_rows(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> dict[str, int]:
-    """Return the number of rows of each view."""
-    counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
-    # Fetch all rows: with an unfinished result, the connection refuses tables.
-    (row_counts,) = connection.execute(f"SELECT {counts}").fetchall()
-    return dict(zip(VIEWS, row_counts, strict=True))
 
 
 def _fingerprint(statements: Sequence[str]) -> str:
