@@ -233,16 +233,23 @@ def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
 
 def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
     try:
-        # One read rules out most processes; psutil reads three files of each.
-        if not recorded and SESSION_VARIABLE.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes():
+        marker = _session_of(process.pid)
+        if marker is None and not recorded:  # most processes, of which psutil need not read more
             return False
         if set(process.uids()) != {os.geteuid()}:
             return False
         marker_now = identity(process.pid)
-        marker = process.environ().get(SESSION_VARIABLE)
     except (psutil.Error, OSError):  # gone, or not accessible
         return False
     return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
+
+
+def _session_of(pid: int) -> str | None:
+    """Return the value of `SESSION_VARIABLE` in a process's environment. Raises `OSError` where it cannot be read."""
+    environment = Path(f"/proc/{pid}/environ").read_bytes().partition(b"\0\0")[0]  # then there may be an old title
+    begin = f"{SESSION_VARIABLE}=".encode()
+    values = [os.fsdecode(entry[len(begin) :]) for entry in environment.split(b"\0") if entry.startswith(begin)]
+    return values[-1] if values else None
 
 
 def _began_after(process_marker: str, owner: str | None) -> bool:
