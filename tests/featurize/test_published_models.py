@@ -155,19 +155,17 @@ def test_grouped_products_are_counted_and_padded_as_on_cuda():
     assert made >= {4 * (9 * 8 + 6), 4 * (31 * 8 + 6)}  # rows of six numbers begin at multiples of 16 bytes
 
 
-def llama():
+def small_decoder(name, **options):
+    """A decoder of transformers, such as `Llama`."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        use_cache=False,
-        tie_word_embeddings=False,
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, **options
     )
-    return transformers.LlamaForCausalLM(config)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def llama():
+    return small_decoder("Llama", num_hidden_layers=3, vocab_size=100, use_cache=False, tie_word_embeddings=False)
 
 
 @pytest.mark.needs_mode("pp")
@@ -191,17 +189,7 @@ def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing
 
 
 def mixtral():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        vocab_size=256,
-    )
-    return transformers.MixtralForCausalLM(config)
+    return small_decoder("Mixtral", num_hidden_layers=2, num_local_experts=8, vocab_size=256)
 
 
 @pytest.mark.needs_mode("fsdp")

@@ -24,13 +24,15 @@ from warehouse.files.views import files_of
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
 
-# Files of all kinds are read by the same code; `runs` decides what the others show.
-each_kind = pytest.mark.parametrize(
-    "kind", [kind if kind in ("runs", "telemetry") else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS]
-)
-runs_of_all_kinds = pytest.mark.parametrize(
-    "kind", [kind if kind == "runs" else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS]
-)
+
+def of_kinds(*narrow):
+    """Each kind is a case, those but `narrow` wide: the same code reads files of all, and `runs` decides what the
+    others show."""
+    cases = [kind if kind in narrow else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS]
+    return pytest.mark.parametrize("kind", cases)
+
+
+each_kind, runs_of_all_kinds = of_kinds("runs", "telemetry"), of_kinds("runs")
 EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
 COUNTS = (
     "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), "

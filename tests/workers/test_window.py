@@ -292,10 +292,8 @@ def test_an_average_that_looks_back_to_before_the_first_step_does_not_hold_a_tri
 
 
 def test_a_machine_that_has_run_for_months_has_windows_as_well():
-    follower, start_ns = (
-        TargetFollower(ADAPTIVE, ("gpm",), 0.1),
-        2**53 + 4,
-    )  # ns, from where on floats have even ones only
+    follower = TargetFollower(ADAPTIVE, ("gpm",), 0.1)
+    start_ns = 2**53 + 4  # from where on floats hold even numbers only
     follower.begin(start_ns)
     for tick in range(1, 30):
         follower.add([("gpm", Sample(start_ns + 1491 * tick, {"smact": 0.5 if tick % 2 else 0.4}))])
