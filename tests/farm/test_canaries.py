@@ -155,6 +155,8 @@ def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab
     verdict, sentence = night(broken, "accept")
     assert verdict == "first" and "cnn ffe57f: crashed, as accepted" in sentence
     assert night(broken) == ("steady", "2 canaries as before; cnn ffe57f: crashed, as accepted")
+    monkeypatch.setattr("farm.nights.watch.canary_configs", lambda _capacity: CANARIES[:4])
+    assert night(of(2, 3, **CRASHED))[0] == "sick"  # only one of the two was accepted
     assert night(usual)[0] == "steady"
     assert night(broken)[0] == "sick"  # it has been ok since
 
