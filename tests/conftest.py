@@ -79,7 +79,7 @@ TOGETHER = {
         ("farm", "services", "explorer explorer_browser kubernetes serving slurm"),
         ("featurize", "real ranks", "data_parallel flat_ranks float8 pipelines sharded_ranks"),
         ("featurize", "real ranks", "compiled compiled_time"),  # real ranks import the compiler, too
-        ("featurize", "libraries", "families family_networks family_tokens family_zoo features"),
+        ("featurize", "libraries", "families family_networks family_zoo features"),
         ("featurize", "libraries", "published_models quantized step_mix training"),
         ("featurize", "libraries", "training_settings"),
         ("learn", "scripts", "script_deepspeed script_failures script_kinds script_ranks"),

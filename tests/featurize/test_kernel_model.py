@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from small_configs import assert_ratios_hold, small_config
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.device.device_spec import device_names, load_device
+from featurize.device.device_spec import DeviceSpec, device_from_mapping, device_names, device_of_user, load_device
 from featurize.families import family_names
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import Collective
+from featurize.timing.activity import KernelLoad, load_power, under_limit
 from featurize.timing.calls import (
     FP32,
     PIPES,
@@ -28,6 +30,7 @@ from featurize.timing.calls import (
 )
 from featurize.timing.overlap import simulate
 from featurize.timing.step_time import (
+    TimedStep,
     efficiencies_text,
     features,
     load_efficiencies,
@@ -91,7 +94,7 @@ def test_the_units_follow_the_type_and_the_settings(small_cnn):
     assert pipe(half) == TENSOR
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("family", sorted(set(family_names()) - {"zoo", "timm"}))
 def test_no_kernel_is_faster_than_its_arithmetic_or_its_traffic_at_the_described_rates(family):
     trace = trace_config(small_config(family, 3))
@@ -251,3 +254,79 @@ def test_figures_stay_in_their_ranges_on_every_device(family):
         assert sum(cost.seconds for cost in costs) * 1e3 == pytest.approx(timed.busy_ms)
         assert all(cost.seconds > 0 and 0 <= cost.sm_share <= 1 and 0 <= cost.occupancy <= 1 for cost in costs)
         assert all(math.isfinite(value) for value in features(timed).values())
+
+
+# -- the power of kernels, and what a power limit does to a step
+
+
+A40, BOARD = load_device("A40"), "A100-SXM4-40GB"
+
+
+@pytest.fixture(scope="module")
+def large_product():
+    return traced(nn.Linear(4096, 4096), 4096, 4096, optimizer="sgd")
+
+
+@pytest.fixture(scope="module")
+def many_streams():
+    return traced(nn.Sequential(nn.Linear(8, 4096), *(nn.ReLU() for _ in range(40))), 16_384, 8, optimizer="sgd")
+
+
+def _timed(trace, device: DeviceSpec, limit_w: float | None = None, **how) -> TimedStep:
+    return time_step(trace, replace(device, power_cap_w=limit_w), Training(optimizer="sgd"), **how)
+
+
+def test_a_busy_gpu_draws_near_its_limit_and_one_that_waits_near_its_idle_power(large_product):
+    busy, waiting = _timed(large_product, A40), _timed(large_product, A40, input_ms=10_000)
+    assert 0.7 * A40.power_limit_w < busy.activity.power_w <= 1.01 * A40.power_limit_w
+    assert A40.idle_power_w < waiting.activity.power_w < 1.05 * A40.idle_power_w
+
+
+def test_a_step_draws_no_more_than_the_limit_that_is_set_and_takes_longer(large_product):
+    steps = [_timed(large_product, A40, limit_w) for limit_w in (None, 200, 150, 125)]
+    for step, limit_w in zip(steps[1:], (200, 150, 125), strict=True):
+        assert step.activity.power_w <= 1.01 * limit_w
+    times = [step.step_time_ms for step in steps]
+    assert times == sorted(times)
+    assert 1.8 < times[-1] / times[0] < 3.5
+
+
+def test_a_limit_stretches_arithmetic_more_than_memory_traffic(large_product, many_streams):
+    of_product, of_stream = (
+        _timed(one, A40, 175).busy_ms / _timed(one, A40).busy_ms for one in (large_product, many_streams)
+    )
+    assert of_product > 1.1 * of_stream
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
+    device, share, one = load_device(name), np.array([1.0, 0.5, 0.0]), np.ones(3)
+    load = KernelLoad(sm=one, fp32=share, tensor=0 * one, dram=1 - share, arithmetic=share, work=one)
+    limited = device_of_user(name, device.least_limit_w)
+    watts, longer = under_limit(load, limited, load_power())
+    assert (watts <= 1.001 * device.least_limit_w).all() and (longer > 1).all()
+
+
+@pytest.mark.parametrize(
+    "describe, message",
+    [
+        *(
+            (lambda w=w: device_of_user("A40", w), "power_limit_w must be 98.4 to 300, got")
+            for w in (20, 301, math.nan)
+        ),
+        (lambda: device_of_user(f"{BOARD}:3g.20gb", 90), f"device {BOARD}: power_limit_w must be 100 to 400, got 90"),
+        (
+            lambda: device_from_mapping({**A40.to_mapping(), "power_cap_w": 20}),
+            "power_cap_w must be 98.4 to 300, got 20",
+        ),
+    ],
+)
+def test_a_limit_out_of_the_boards_range_is_refused_with_the_range_under_its_own_key(describe, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        describe()
+
+
+def test_a_limit_travels_with_the_description_to_a_scripts_process():
+    limited = device_of_user("A40", 150)
+    assert device_from_mapping(limited.to_mapping()) == limited
+    assert "power_cap_w" not in A40.to_mapping()  # identities of jobs without a limit stay
