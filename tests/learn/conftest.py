@@ -18,7 +18,7 @@ def few_trees():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tabular.LightGBMEstimator, "rounds", 30)
         for module in (tabular, hybrid):
-            patch.setattr(module, "FOLDS", 3)
+            patch.setattr(module, "FOLDS", 2)
         for name in ("_MEMORY", "_OTHERS"):
             patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=25))
         patch.setattr(step_store, "MANY", 10_000)  # a few dozen jobs are traced here

@@ -209,6 +209,9 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         (["workers=-1", "limit_s=0"], "workers must be an integer >= 0, got -1; limit_s must be a number > 0, got 0"),
         (["published=/nowhere/at/all"], "published=/nowhere/at/all: there is no such file or folder"),
         (["colour=red"], "unknown key 'colour'"),
+        (["paper=true"], "give published=FOLDER with it"),
+        (["published=here", "paper=true", "split=holdout"], "split: paper=true takes published, rows, seed"),
+        (["published=here", "paper=true", "target=smact"], "target: paper=true takes published, rows"),
     ],
 )
 def test_mistakes_end_with_2_and_name_the_choices(argv, said, refused):
@@ -229,8 +232,10 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 
 @pytest.fixture(scope="module")
 def warehouse_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
-    write_batch(folder, make_configs(90))
+    """Rows of two GPU models."""
+    folder, configs = tmp_path_factory.mktemp("learn") / "a'; echo foo", make_configs(90)
+    for device, half in (("A100-SXM4-40GB", configs[:45]), ("H200-SXM-141GB", configs[45:])):
+        write_batch(folder, half, job=device, device=device)
     return folder
 
 
@@ -257,18 +262,16 @@ def answers_of(done, estimator):
 
 
 def test_left_out_is_answered_from_the_others_only(warehouse_folder):
-    chosen = BenchmarkSettings(
-        data=str(warehouse_folder), estimators=("lightgbm",), workers=0, split="leave_one_out", by="family"
-    )
-    done = benchmark(chosen)
-    rows = load_rows(str(warehouse_folder), "memory")
-    train = rows.subset(rows.family == "mlp")
-    asked = rows.subset(rows.family == "cnn")
+    chosen = {"data": str(warehouse_folder), "estimators": ("lightgbm",), "workers": 0, "split": "leave_one_out"}
+    done = benchmark(BenchmarkSettings(**chosen, by="device"))
+    assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
+    given, rows = answers_of(done, "lightgbm"), load_rows(str(warehouse_folder), "memory")
+    train, asked = (rows.subset(rows.device == device) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
     fitted = estimators.make_estimator("lightgbm", 0).fit(train).predict(asked.cases)
-    given = answers_of(done, "lightgbm")
     np.testing.assert_allclose([given[name] for name in asked.run_ids], fitted.point)
-    with pytest.raises(UsageError, match="all rows are of device a100-sxm4-40gb; it takes two or more"):
-        benchmark(BenchmarkSettings(**{**vars(chosen), "by": "device"}))
+    assert len(given) == 90 and None not in given.values()
+    with pytest.raises(UsageError, match="all rows are of source simulated; it takes two or more"):
+        benchmark(BenchmarkSettings(**chosen, by="source"))
 
 
 def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folder):
@@ -314,18 +317,9 @@ def paper_folder(tmp_path, fakes, monkeypatch):
 
 def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsys):
     out, page = tmp_path / "paper.json", tmp_path / "paper.html"
-    code = run(
-        f"published={json.dumps(str(paper_folder))}",
-        "paper=true",
-        "workers=0",
-        "rows=28",
-        "folds=2",
-        f"data={tmp_path / 'data'}",
-        f"out={out}",
-        f"report={page}",
-    )
+    where = f"published={json.dumps(str(paper_folder))}", f"data={tmp_path / 'data'}", f"out={out}", f"report={page}"
+    assert run(*where, "paper=true", "workers=0", "rows=28", "folds=2") == 0
     printed = capsys.readouterr()
-    assert code == 0, printed.err
     tables = json.loads(out.read_text())
     accuracy = {row["bins"]: row for row in tables["memory"]}
     assert list(accuracy) == ["1 GB", "2 GB", "8 GB"] and {row["n"] for row in accuracy.values()} == {28}
@@ -347,18 +341,6 @@ def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsy
     for text in ("95% to 98%", "+50.0%", "2.29 to 2.37 ms", "left out"):
         assert text in printed.out
     assert page.read_text().count("<svg") == 3 and "perceptrons, lightgbm: answered 28/28" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["paper=true"], "give published=FOLDER with it"),
-        (["published=here", "paper=true", "split=holdout"], "split: paper=true takes published, rows, seed"),
-        (["published=here", "paper=true", "target=smact"], "target: paper=true takes published, rows"),
-    ],
-)
-def test_mistakes_name_what_paper_takes(argv, message, refused):
-    assert message in refused(*argv, run=run)
 
 
 class Watcher(Estimator):
@@ -407,14 +389,3 @@ def test_doubtful_rows_can_be_left_out(tmp_path):
     assert any(
         "1 of its 3 rows are in doubt (judged, never fitted on): 1 more than" in note for note in chosen["keep"].notes
     )
-
-
-def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
-    configs = make_configs(60)
-    for device, half in (("A100-SXM4-40GB", configs[:30]), ("H200-SXM-141GB", configs[30:])):
-        write_batch(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
-    chosen = {"data": str(tmp_path), "estimators": ("lightgbm",), "workers": 0}
-    done = benchmark(BenchmarkSettings(**chosen, split="leave_one_out", by="device"))
-    given = answers_of(done, "lightgbm")
-    assert len(given) == 60 and None not in given.values()
-    assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}

@@ -15,9 +15,8 @@ import pytest
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from learn import build_defaults, estimate, estimate_many
+from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, entry
-from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
@@ -26,7 +25,7 @@ from learn.fitting.config_models import fit_config_model, labelled_rows
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from tests.learn.learn_rows import make_configs, make_rows, runner, write_batch, write_csv
+from tests.learn.learn_rows import make_configs, make_rows, runner, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 
@@ -180,24 +179,6 @@ def test_a_killed_build_writes_nothing_where_the_models_would_be(tmp_path):
 
 
 # -- the models of `method=fast`: what they are fitted to
-
-
-def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(data):
-    configs = make_configs(60, families=("mlp",))
-    write_batch(data, configs)
-    fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))
-    first, second = estimate_many(configs[:2], method="fast", data=data)
-    assert first.answered_by["memory"] == f"lightgbm {fitted.path.name}" and first.loops["memory"] == "resident"
-    assert first.answered_by["smact"] == "lightgbm (default)"
-    assert first.peak_memory_mib <= first.upper_mib and first.peak_memory_mib != second.peak_memory_mib
-    errors = fitted.meta["metrics"]
-    assert first.held_out_errors["memory"] == {
-        "median": errors["median_relative_error"]["test"],
-        "p90": errors["p90_relative_error"]["test"],
-    }
-    assert estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB").answered_by["memory"] == (
-        "lightgbm (default)"
-    ), "another GPU model than that of the folder's rows"
 
 
 def test_a_set_of_the_project_that_cannot_be_read_stops_the_build(tmp_path, monkeypatch, capsys):

@@ -114,7 +114,6 @@ def test_the_command_prints_three_notes_and_all_where_asked(shown, answer, refus
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)
-LOOPED = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 UTILIZATION = ("smact", "smocc", "drama", "step_time_ms")
 TARGETS = ("smact", "smocc", "drama", "step_time")
 
@@ -133,7 +132,7 @@ def simulated_labels(configs):
 
 
 def test_every_figure_names_its_loop():
-    done = estimate(LOOPED)
+    done = estimate(CONFIG)
     assert set(done.loops) == set(done.answered_by) == {"memory", *TARGETS}
     assert set(done.loops.values()) <= set(LOOPS)
     # Published runs wait for their input; the trace prices the GPU's own work.
@@ -142,7 +141,7 @@ def test_every_figure_names_its_loop():
     assert json.loads(json.dumps(done.to_mapping()))["loops"] == done.loops
     note = "smact, smocc are for the pipeline loop and drama, step_time are for the resident loop; pass loop=pipeline"
     assert any(text.startswith(note) for text in done.warnings)
-    fast = estimate(LOOPED, method="fast")
+    fast = estimate(CONFIG, method="fast")
     assert set(fast.loops) == set(fast.answered_by)
 
 
@@ -158,16 +157,16 @@ def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
 
 
 def test_of_a_plain_loop_every_figure_waits_for_the_input():
-    done = estimate(LOOPED, loop=PIPELINE)
-    looped = Case(LOOPED, DEVICE.name, training_loop=True)
+    done = estimate(CONFIG, loop=PIPELINE)
+    looped = Case(CONFIG, DEVICE.name, training_loop=True)
     traced = compute(looped).values
     assert set(done.loops.values()) == {PIPELINE}
     assert done.smact == pytest.approx(float(default_artifact("smact").estimator.predict([looped]).point[0]))
-    trace = trace_config(LOOPED, training_loop=True, device=DEVICE)
-    waits = input_ms(trace, LOOPED.batch_size)
-    assert done.step_time_ms == pytest.approx(time_step(trace, DEVICE, LOOPED, input_ms=waits).step_time_ms, rel=0.01)
+    trace = trace_config(CONFIG, training_loop=True, device=DEVICE)
+    waits = input_ms(trace, CONFIG.batch_size)
+    assert done.step_time_ms == pytest.approx(time_step(trace, DEVICE, CONFIG, input_ms=waits).step_time_ms, rel=0.01)
     assert done.drama == pytest.approx(traced["job_priced_drama"])
-    assert done.step_time_ms > estimate(LOOPED, loop=RESIDENT).step_time_ms
+    assert done.step_time_ms > estimate(CONFIG, loop=RESIDENT).step_time_ms
 
 
 def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):

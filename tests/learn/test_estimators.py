@@ -1,6 +1,7 @@
 """The default estimator beyond the contract, and trees as arrays: with LightGBM's and scikit-learn's very figures."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +94,14 @@ def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, 
                 assert figures[i] <= figures[i + 1] * (1 + 1e-12)
 
 
+def test_where_trees_fall_as_the_trace_grows_the_estimate_stays(fitted, monkeypatch):
+    """The trees lower it by half as much again as the trace grows, from four times the trace at the first knot."""
+    falling = SimpleNamespace(predict=lambda table: np.log(4) - 1.5 * np.log(2) * (table[:, -1] - fitted._knots[0]))
+    monkeypatch.setattr(fitted, "_correction", falling)
+    cases = of_configs([replace(CNN, batch_size=batch) for batch in (8, 64, 256, 512)])
+    assert (np.diff(fitted.predict(cases, STEPS).point) >= 0).all()
+
+
 def test_it_is_never_below_what_the_weights_take(fitted):
     large = mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1)
     values = STEPS.record(*of_configs([large])).values
@@ -173,16 +182,13 @@ def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted):
 
 
 def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card():
-    card = 40_960.0
-    sizes = [
-        cnn.Config(batch_size=batch, image_size=64, channels=3, classes=10, base_filters=width, depth=4)
-        for width in (40, 48, 56, 64)
-        for batch in range(4, 364, 40)
-    ]
+    card = 4_100.0
+    sizes = [config for config in configs_of() if config.family == "cnn"]
     need = traced(sizes) * 1.5
     censored = need > card
     assert 3 < censored.sum() < len(sizes) - 10
-    rows = make_rows("memory", sizes, np.where(censored, card, need), censored=censored)
+    label = np.where(censored, card, need)
+    rows = make_rows("memory", sizes, label, censored=censored, device_memory_mib=card)
     point = HybridEstimator(0).fit(rows, STEPS).predict(rows.cases, STEPS).point
     assert (point[need > 1.3 * card] > card).mean() > 0.9
 

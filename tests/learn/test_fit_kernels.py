@@ -20,7 +20,7 @@ from featurize.timing.times import HostTime, clock_ghz
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting import constants_fit
+from learn.fitting import constants_fit, kernel_rows
 from learn.fitting.constants_fit import ActivityFit, fit_hosts, fit_links
 from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind, wave_scaling
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
@@ -72,10 +72,10 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(traced):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     data = tmp_path_factory.mktemp("steps")
-    configs = make_configs(24, seed=3, families=MOSTLY_MLPS)
-    write_batch(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
-    write_batch(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
-    write_batch(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
+    configs = make_configs(10, seed=3, families=MOSTLY_MLPS)
+    write_batch(data, configs[:8], source="measured", job="real", statuses=["ok"] * 8)
+    write_batch(data, configs[8:], source="simulated", job="sim", statuses=["ok"] * 2)
+    write_batch(data, configs[8:9], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
     import_llm_foundry(data, tmp_path_factory.mktemp("published") / "llm.csv", {}, {"Model": "9t"})
     return data
 
@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
 def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reason(folder):
     rows, left_out = measured_times(folder, silent)
     by_source = {source: [row for row in rows if row.source == source] for source in {row.source for row in rows}}
-    assert {source: len(of) for source, of in by_source.items()} == {"farm": 22, "llm_foundry": 1}
+    assert {source: len(of) for source, of in by_source.items()} == {"farm": 8, "llm_foundry": 1}
     assert left_out == {"no description of GPU-of-nobody": 1, "llm_foundry: 9t in amp_bf16": 1}
     (step,) = by_source["llm_foundry"]
     assert step.run_id.startswith("llm_foundry-")
@@ -144,10 +144,11 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
 
 def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, **QUICK))
+    monkeypatch.setattr(kernel_rows, "LEAST_ROWS", 9)
     settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
     fitted = fit_kernels(settings, silent)
     learned = read_efficiencies(json.loads(settings.path.read_text(encoding="utf-8")))
-    assert learned.fitted_on == {"farm": 22, "llm_foundry": 1}
+    assert learned.fitted_on == {"farm": 8, "llm_foundry": 1}
     assert fitted.times and fitted.left_out and not fitted.activity
     assert efficiencies_text(learned).count("most_warps") == 1  # what comes along stands without measured activity
     step = time_step(
@@ -195,7 +196,7 @@ def test_a_fit_explains_measured_activity(rows):
 
 
 def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
-    write_batch(tmp_path / "own", make_configs(32, families=MOSTLY_MLPS), source="measured")
+    write_batch(tmp_path / "own", make_configs(32, families=(*["mlp"] * 15, "cnn")), source="measured")
     jobs, left_out = measured_activity(str(tmp_path / "own"), silent)
     assert {job.family for job in jobs} == {"cnn", "mlp"} and not left_out
     assert all(0 < job.smocc <= job.smact <= 1 for job in jobs)

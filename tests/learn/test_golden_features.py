@@ -11,7 +11,6 @@ from featurize.families import family_names
 
 STORED = golden()
 CASES = STORED["cases"]
-TRACED_HERE = same_libraries(STORED)  # under other releases, what needs no trace is compared alone
 
 
 def test_the_golden_values_are_of_todays_version():
@@ -19,10 +18,21 @@ def test_the_golden_values_are_of_todays_version():
     assert set(HISTORY) == set(range(1, FEATURES_VERSION + 1)) and all(HISTORY.values())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_feature_moves_while_the_version_stays(name):
-    lines = list(differences(name, CASES[name], traced=TRACED_HERE))
+def require_golden(name, *, traced):
+    lines = list(differences(name, CASES[name], traced=traced))
     assert not lines, "\n".join([*lines, golden_features.HOW])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_feature_of_a_config_moves_while_the_version_stays(name):
+    require_golden(name, traced=False)
+
+
+@pytest.mark.spread(2)
+@pytest.mark.skipif(not same_libraries(STORED), reason="the golden steps are of other releases of torch and timm")
+@pytest.mark.parametrize("name", CASES)
+def test_no_feature_of_a_traced_step_moves_while_the_version_stays(name):
+    require_golden(name, traced=True)
 
 
 def test_every_family_has_a_golden_case_and_modules_have_some():

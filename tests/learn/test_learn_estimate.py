@@ -16,7 +16,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import get_family, mlp
 from featurize.training.training_step import Training
-from learn import FitSettings, estimate, fit
+from learn import FitSettings, estimate, estimate_many, fit
 from learn.estimation import platforms
 from learn.estimation.requests import job_of
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
@@ -149,6 +149,7 @@ def test_the_module_that_was_given_is_left_as_it_is():
 
 def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_it():
     def made():
+        torch.manual_seed(7)
         return nn.Sequential(nn.Linear(torch.randint(8, 9, ()).item(), 8), nn.Dropout(), nn.Linear(8, 3))
 
     before = torch.get_rng_state()
@@ -180,6 +181,7 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     ids=["answered", "not traced"],
 )
 def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
+    gc.freeze()  # collecting looks at what comes from here on alone
     model = build()
     with contextlib.suppress(UsageError):
         estimate(model, (4, 64), allocator=allocator)
@@ -187,6 +189,18 @@ def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
     del model
     gc.collect()
     assert known() is None
+
+
+def test_fast_answers_are_of_the_folders_own_model_for_the_gpu_model_of_its_rows(data):
+    configs = make_configs(2, families=("mlp",))
+    (first, second), artifact = estimate_many(configs, method="fast", data=data), find_latest(data, "memory")
+    assert first.answered_by["memory"] == f"lightgbm {artifact.version}" and first.loops["memory"] == "resident"
+    assert first.answered_by["smact"] == "lightgbm (default)"
+    assert first.peak_memory_mib <= first.upper_mib and first.peak_memory_mib != second.peak_memory_mib
+    errors = {of: artifact.meta["metrics"][f"{of}_relative_error"]["test"] for of in ("median", "p90")}
+    assert first.held_out_errors["memory"] == errors
+    elsewhere = estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB")
+    assert elsewhere.answered_by["memory"] == "lightgbm (default)"
 
 
 def test_a_model_of_another_family_or_device_does_not_answer(data):

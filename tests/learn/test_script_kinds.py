@@ -287,7 +287,6 @@ for step in range(5):
 """
 
 
-@pytest.mark.usefixtures("new_process")
 def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(tmp_path):
     from featurize.recording import values
 

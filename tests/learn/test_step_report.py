@@ -159,9 +159,7 @@ def test_a_snapshot_and_a_report_are_of_the_same_step(tmp_path):
 # -- throughput, model FLOPs utilization and energy
 
 
-A100 = describe_device("A100-SXM4-40GB")
 DERIVED = ("samples_per_s", "tokens_per_s", "mfu", "energy_j")
-MLP = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
 GPT = gpt.Config(
     batch_size=4,
     sequence_length=1024,
@@ -179,7 +177,7 @@ def test_model_flops_are_those_of_the_paper_and_what_a_checkpoint_computes_again
     plain = estimate(GPT)
     weights = GPT.depth * 12 * 768**2 + 50_257 * 768
     per_token = 6 * weights + 12 * GPT.depth * 768 * 1024
-    assert plain.mfu == pytest.approx(per_token * plain.tokens_per_s / (A100.tflops("bf16") * 1e12), rel=1e-6)
+    assert plain.mfu == pytest.approx(per_token * plain.tokens_per_s / (DEVICE.tflops("bf16") * 1e12), rel=1e-6)
     assert plain.samples_per_s == pytest.approx(4 / (plain.step_time_ms / 1e3))
     assert plain.tokens_per_s == pytest.approx(1024 * plain.samples_per_s)
     assert {name: plain.to_mapping()[name] for name in DERIVED} == {name: getattr(plain, name) for name in DERIVED}
@@ -191,11 +189,11 @@ def test_model_flops_are_those_of_the_paper_and_what_a_checkpoint_computes_again
 def test_energy_lies_between_idle_and_limit_over_the_step_and_a_gpu_that_waits_draws_less_power():
     watts = {}
     for loop in LOOPS:
-        done = estimate(MLP, loop=loop)
+        done = estimate(CONFIG, loop=loop)
         step_s = done.step_time_ms / 1e3
         watts[loop] = done.energy_j / step_s
-        assert done.samples_per_s == pytest.approx(MLP.batch_size / step_s) and done.tokens_per_s is None
-    assert A100.idle_power_w < watts["pipeline"] < watts["resident"] < A100.power_limit_w
+        assert done.samples_per_s == pytest.approx(CONFIG.batch_size / step_s) and done.tokens_per_s is None
+    assert DEVICE.idle_power_w < watts["pipeline"] < watts["resident"] < DEVICE.power_limit_w
 
 
 def test_each_type_counts_at_its_own_rate():
@@ -203,11 +201,11 @@ def test_each_type_counts_at_its_own_rate():
         layers = {"conv": nn.Conv2d(3, 32, 3, bias=False), "linear": nn.Linear(32, 8, bias=False)}
         return Computes(lambda net, x: net.linear(net.conv(x).mean((2, 3))), **layers)
 
-    traced = step_of(of_module(net, [((4, 3, 34, 34), None)]), A100)
+    traced = step_of(of_module(net, [((4, 3, 34, 34), None)]), DEVICE)
     # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
-    expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
-    assert seconds_at_peak(traced.trace, A100, MLP) == pytest.approx(expected_s)
+    expected_s = conv / (DEVICE.tflops("tf32") * 1e12) + linear / (DEVICE.tflops("fp32") * 1e12)
+    assert seconds_at_peak(traced.trace, DEVICE, CONFIG) == pytest.approx(expected_s)
 
 
 def test_a_report_never_takes_the_place_of_the_queue(tmp_path, monkeypatch):

@@ -89,23 +89,10 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
     model = torch.compile(model)
 
-    @torch.no_grad()
-    def evaluate():
-        model.eval()
-        losses = torch.zeros(2)
-        for k in range(2):
-            x, y = get_batch()
-            with context:
-                losses[k] = model(x, y)[1].item()
-        model.train()
-        return losses.mean()
-
     x, y = get_batch()
     for step in range(1000):
         for group in optimizer.param_groups:
             group["lr"] = 6e-4 * 0.5 * (1 + math.cos(math.pi * step / 1000))
-        if step % 1000 == 0 and step:
-            print(f"validation {evaluate():.4f}")
         began = time.time()
         for _ in range(accumulation):
             with context:
