@@ -301,7 +301,7 @@ def run_steps(steps, simulated, history):
         yield live
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(STEPS, st.sampled_from(CONFS), CAPACITIES)
 @example(  # the last request frees pages and maps some, although the rest of the first block has room for it
     [(50 * MIB, 0), (30 * MIB, 0), 0.0, (9 * MIB, 0)], "expandable_segments:True,max_split_size_mb:20", 80 * MIB

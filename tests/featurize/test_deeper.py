@@ -50,7 +50,7 @@ def assert_extended(model, layout, inputs, **training):
     )
 
 
-@pytest.mark.spread(9)
+@pytest.mark.spread(18)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_trace_is_that_of_the_whole_model(layout, way):

@@ -14,6 +14,7 @@ WITHOUT = {"timm"}  # its models are another library's; `zoo` has cases of torch
 DECLARED = ("docs/install.md", "docs/comparing.md")  # which name the tested releases
 
 
+@pytest.mark.spread(3)  # golden features of every family are of such steps, too
 @pytest.mark.parametrize("name", CASES)
 def test_a_golden_step_takes_what_it_took_under_every_tested_release(name):
     assert figures_of(CASES[name]["config"]) == expected(CASES[name], release())

@@ -105,7 +105,7 @@ def test_a_product_with_a_bias_is_that_of_its_parts():
             torch.addmm(torch.empty(7, device="meta"), x, torch.empty(4, 1, device="meta"))
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_traced_the_same_also_with_results_of_other_sizes_in_memory(monkeypatch, family):
     monkeypatch.setattr(recorder, "_known", {})

@@ -51,7 +51,13 @@ def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WID
 
 @pytest.mark.parametrize(
     "name",
-    with_wide(CASES, ("1f1b", "gpipe", "three", "interleaved", "sharded", "halves", "replicas", "sequence", "experts")),
+    with_wide(
+        CASES,
+        (
+            *("1f1b", "gpipe", "three", "interleaved", "sharded", "halves", "replicas", "interleaved replicas"),
+            *("sequence", "rotated", "experts"),
+        ),
+    ),
 )
 def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
     case = CASES[name]
@@ -59,7 +65,7 @@ def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
         assert_like_real(traced(rank, case.net, shape=case.shape, **case.options), measured[rank][name])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("options", "rank", "settings"),
     [
@@ -205,7 +211,11 @@ def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{"fsdp": 2, "cp": 2}, {"cp": 2, "tp": 2, "tp_plan": {"blocks.*.part": "replicate"}}]
+    "options",
+    [
+        {"fsdp": 2, "cp": 2},
+        pytest.param({"cp": 2, "tp": 2, "tp_plan": {"blocks.*.part": "replicate"}}, marks=pytest.mark.wide),
+    ],
 )
 def test_shared_sequences_attend_in_the_type_that_shards_compute_in(options):
     """LENGTH - 32 tokens: a part of 56 suits flash attention, and no fused kernel of fp32."""

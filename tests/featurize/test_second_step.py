@@ -202,7 +202,7 @@ def in_order(trace):
     return trace.operators, events
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("training_loop", [True, False])
 @pytest.mark.parametrize(("model", "settings"), [*CASES, (Plain, {"loss": CountingLoss})])
 def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_loop, settings):
@@ -213,6 +213,7 @@ def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_lo
     assert training_loop or in_order(quick.in_a_loop) == in_order(both.in_a_loop)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("model", [one for one in (Plain, *KEEP) if one is not CountsInGlobal])
 def test_that_no_target_is_given_changes_nothing(model):
     """A first call of the model, which shows its output, is none of the job's."""

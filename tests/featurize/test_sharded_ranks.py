@@ -86,13 +86,13 @@ PLAIN = (  # others have all that these have, and all their dimensions together
     "fewer experts than shards",
     "experts with places",
     "sequence",
-    "rotated",
     "experts",
     "whole experts",
     "split experts",
     "split experts and shards",
     "split and experts",
     "split, shards and experts",
+    "sequence and experts",  # which stages of a pipeline have, too
 )
 # Routed as it comes, so that some experts get more than others; whether all ranks have the same tokens.
 DIVIDED = [
@@ -101,8 +101,7 @@ DIVIDED = [
     (lambda: Mixture(Grouped, balanced=False), False),
     (routed, False),
 ]
-CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of experts")
-PLAINLY_TRAINED = ({*OF_PARTS} - {*CLIPPED}) | {"wrapped", "hybrid halves"}
+PLAINLY_TRAINED = ({*OF_PARTS} - {"replicas of experts"}) | {"wrapped", "hybrid halves"}
 
 
 SHAPES = (BATCH, WIDTH), (2, LENGTH, ATTENTION_WIDTH)  # of a batch, also of sequences

@@ -171,16 +171,16 @@ def test_an_unknown_family_lists_the_known_ones():
         parse_space("cmm", {})
 
 
-@pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 4096)])
+@pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 400)])
 @pytest.mark.parametrize("scale", ["uniform", "log"])
 def test_integer_ranges_reach_both_ends_and_nothing_past_them(low, high, scale):
     dimension = Range("depth", low, high, scale)
-    values = [dimension.value((i + 0.5) / 50_000) for i in range(50_000)]
+    values = [dimension.value((i + 0.5) / 5_000) for i in range(5_000)]
     assert values == sorted(values)
     assert {type(value) for value in values} == {int}
     assert (dimension.value(0.0), dimension.value(1 - 2**-53)) == (low, high)
     assert set(values) >= {low, high}
-    if scale == "uniform" and high < 1000:
+    if scale == "uniform":
         shares = Counter(values)
         assert max(shares.values()) - min(shares.values()) <= 1
 
