@@ -51,24 +51,22 @@ def make_estimate(
     Raises:
         UsageError: Peak memory cannot be estimated. Other figures may be None.
     """
-    ((outcome, traced),) = _make_estimates([request], timeline, traces)
-    if isinstance(outcome, CommandError):
-        raise outcome
-    return outcome, traced
+    ((outcome, traced),) = _make_estimates(request, [request.platform], timeline, traces)
+    return _estimate_of(outcome), traced
 
 
 @naming_the_extra()
 @as_a_training_script()
 @without_collection()
 def _make_estimates(
-    requests: Sequence[Request], timeline: bool, traces: Traces | None
+    request: Request, platforms: Sequence[Platform], timeline: bool, traces: Traces | None
 ) -> list[tuple[Estimate | CommandError, SimulatedStep | None]]:
-    """Return, for requests that differ in their platform alone, the estimate or the error, and the traced step. Each
-    fitted model is asked once for all requests."""
+    """Return the job's estimate or error on each platform, and the traced step. Each fitted model is asked once for all
+    platforms."""
     began = time.monotonic_ns()
-    steps = StepStore(requests[0].options.data)
-    models = FittedModels(requests[0].options, steps)
-    drafts = [Draft(request, steps, timeline=timeline, traces=traces) for request in requests]
+    steps = StepStore(request.options.data)
+    models = FittedModels(request.options, steps)
+    drafts = [Draft(replace(request, platform=on), steps, timeline=timeline, traces=traces) for on in platforms]
     devices = [draft.device for draft in drafts]
     for draft in drafts:
         try:
@@ -77,17 +75,23 @@ def _make_estimates(
         except CommandError as error:
             draft.error = error
     models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
-    outcomes: list[Estimate | CommandError] = []
+    outcomes: list[tuple[Estimate | CommandError, SimulatedStep | None]] = []
     for draft in drafts:
         try:
-            outcomes.append(draft.error or draft.finish())
+            outcomes.append((draft.finish(), draft.traced))
         except CommandError as error:
-            outcomes.append(error)
+            outcomes.append((error, draft.traced))
     seconds = (time.monotonic_ns() - began) / 1e9 / len(drafts)
     return [
-        (outcome if isinstance(outcome, CommandError) else outcome.with_values(seconds=seconds), draft.traced)
-        for outcome, draft in zip(outcomes, drafts, strict=True)
+        (outcome.with_values(seconds=seconds) if isinstance(outcome, Estimate) else outcome, traced)
+        for outcome, traced in outcomes
     ]
+
+
+def _estimate_of(outcome: Estimate | CommandError) -> Estimate:
+    if isinstance(outcome, CommandError):
+        raise outcome
+    return outcome
 
 
 def is_of_job(error: CommandError) -> bool:
@@ -98,9 +102,7 @@ def is_of_job(error: CommandError) -> bool:
 def answer(request: Request) -> Estimate:
     """Return a request's estimate, from the cache or made now. Raises as `make_estimate`."""
     (outcome,) = answer_on(request, [request.platform])
-    if isinstance(outcome, CommandError):
-        raise outcome
-    return outcome
+    return _estimate_of(outcome)
 
 
 def answer_on(
@@ -109,23 +111,27 @@ def answer_on(
     """Return a job's estimate, or its error, on each platform, from the cache or made now. The job is traced once, with
     `traces` as in `make_estimate`. New estimates are stored in the cache."""
     key, request = _key(request)
-    keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
-    known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
-    missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
     traces = {} if traces is None else traces
-    outcomes_by_place: dict[int, Estimate | CommandError] = {}
+    if key is None:
+        return [outcome for outcome, _ in _make_estimates(request, platforms, False, traces)]
+    keys = [_digest(key, platform, platform.device.interconnect) for platform in platforms]
+    outcomes = _recall(keys)
+    missing = {answer_key: on for answer_key, on in zip(keys, platforms, strict=True) if answer_key not in outcomes}
     if missing:
-        requests = [replace(request, platform=platforms[place]) for place in missing]
-        outcomes = [outcome for outcome, _ in _make_estimates(requests, False, traces)]
-        outcomes_by_place = dict(zip(missing, outcomes, strict=True))
-        new = {keys[place]: estimate for place, estimate in outcomes_by_place.items() if isinstance(estimate, Estimate)}
-        if key is not None:
-            keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
-    answers = [outcomes_by_place.get(place) or known_answers[answer_key] for place, answer_key in enumerate(keys)]
-    return [
-        _remember(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
-        for answer_key, outcome in zip(keys, answers, strict=True)
-    ]
+        made = _make_estimates(request, list(missing.values()), False, traces)
+        outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
+    estimates = {answer_key: found for answer_key, found in outcomes.items() if isinstance(found, Estimate)}
+    keep({f"answer {new}": estimates[new].to_mapping() for new in missing if new in estimates})
+    _answers.update(estimates)
+    while len(_answers) > MOST_ANSWERS:
+        del _answers[next(iter(_answers))]
+    return [_copy(found) if isinstance(found, Estimate) else found for found in map(outcomes.__getitem__, keys)]
+
+
+def _copy(estimate: Estimate) -> Estimate:
+    """Return a copy whose mappings are the caller's to change."""
+    mappings = {name: dict(value) for name, value in vars(estimate).items() if isinstance(value, dict)}
+    return estimate.with_values(**mappings)
 
 
 def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: Iterable[Note] = ()) -> Estimate:
@@ -145,25 +151,14 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
     return estimate
 
 
-def _find(keys: Sequence[str]) -> dict[str | None, Estimate]:
+def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
     """Return the answers that are in memory or in the user's cache, by key."""
-    known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
-    others = [key for key in keys if key not in known_answers]
+    known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
+    others = [key for key in keys if key not in known]
     for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
-        if stored is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                known_answers[key] = Estimate.from_mapping(stored)
-    return known_answers
-
-
-def _remember(key: str | None, known: Estimate) -> Estimate:
-    """Keep an answer in memory. Returns a copy whose mappings are the caller's to change."""
-    if key is None:
-        return known
-    _answers[key] = known
-    if len(_answers) > MOST_ANSWERS:
-        del _answers[next(iter(_answers))]
-    return known.with_values(**{name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)})
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # also where nothing is stored
+            known[key] = Estimate.from_mapping(stored)
+    return known
 
 
 def clear() -> None:

@@ -23,24 +23,14 @@ from featurize.timing.overlap import SimulatedStep
 from featurize.timing.step_time import time_step
 from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
-from learn.estimation.job_estimate import (
-    Activity,
-    Energy,
-    Estimate,
-    Memory,
-    RankGroup,
-    Timing,
-    estimators_named,
-    uncertainty_of,
-    widest,
-)
+from learn.estimation.job_estimate import Estimate, Memory, estimators_named, uncertainty_of, widest
 from learn.estimation.known_runs import move_by_runs
 from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
-from learn.job.traced import CannotTrace, step_of, trace_of, wants_values
-from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, as_a_training_script, loop_named
+from learn.job.traced import CannotTrace, step_of, wants_values
+from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, loop_named
 from learn.peers.base import TRACE_HAS_NO_BOUND, CannotEstimate, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
@@ -194,8 +184,9 @@ class Draft:
 
     def finish(self) -> Estimate:
         """Return the estimate, after the fitted models have answered. Raises `error`."""
-        if self.questions:
-            self._take_model_answers()
+        if self.error is not None:
+            raise self.error
+        self._take_model_answers()
         if self.failure is not None:
             self._answer_without_trace(self.failure)
         if self.traced is not None:
@@ -215,18 +206,16 @@ class Draft:
         notes: list[Note] = []
         absent: list[str] = []
         for question in self.questions:
+            if question.error is not None:
+                raise question.error
             notes += question.notes
-            answer = question.answer
-            if isinstance(answer, CommandError):
-                raise answer
-            if answer is None:
+            if question.figure is None:
                 absent.append(question.target)
                 continue
-            self._set(question.target, answer.figure, answer.by, answer.loop)
-            notes += answer.notes
+            self._set(question.target, question.figure, question.model, loop_named(question.case.training_loop))
             if question.target == "memory":
-                self.beyond_fit = question.packaged and answer.outside
-                self.memory = answer.bounded or self.memory
+                self.beyond_fit = question.packaged and question.outside
+                self.memory = question.memory or self.memory
         self.notes += _merge(notes)
         if absent:
             home = DataFolder.resolve(self.request.options.data).models
@@ -261,17 +250,15 @@ class Draft:
     def _place(self, traced: SimulatedStep) -> None:
         """Place the traced step on the machine, and bound memory by its causes where no fitted model bounds it."""
         described_mib = traced.peak_memory_mib
-        traced = self.platform.place(traced, self.job, timeline=self._timeline)
-        shift_mib = traced.peak_memory_mib - described_mib
+        traced = guessed = self.platform.place(traced, self.job, timeline=self._timeline)
         if self.platform.workspaces is not None:  # after the fitted models have read: they know guessed workspaces only
-            traced = self.platform.place(traced, self.job, timeline=self._timeline, workspaces=True)
-            if self.beyond_fit:  # there the trace's own figure stands
-                shift_mib = traced.peak_memory_mib - described_mib
+            traced = self.platform.place(guessed, self.job, timeline=self._timeline, workspaces=True)
         self.traced = traced
         if self.memory is None:
             self._set("memory", traced.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
         elif self.by["memory"].endswith("(default)"):  # its rows were measured on another machine
-            self.memory = self.memory.shift(shift_mib)
+            placed = traced if self.beyond_fit else guessed  # beyond the fit, the trace's own figure stands
+            self.memory = self.memory.shift(placed.peak_memory_mib - described_mib)
         if self.beyond_fit or self.by["memory"] == "trace":
             assert self.memory is not None
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
@@ -281,89 +268,75 @@ class Draft:
 
     def _gather(self) -> Estimate:
         """Return the estimate: the gathered figures, and the trace's for the others."""
-        traced, device = self.traced, self.device
-        limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
-        ranks: tuple[RankGroup, ...] = ()
+        traced, limit_mib = self.traced, self.platform.limit_mib(self.traced)
         if traced is None:
             missing = [target for target in TARGETS if target not in self.by]
             unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
             notes = [Note("not-traced", WARNING, f"{unknown}, since {self.failure}", tuple(missing))]
-            parameters = None
+            of_trace: dict[str, Any] = {"parameters": None}
         else:
-            timing, energy, ranks, notes = self._fill_from_trace(traced)
+            of_trace, notes = self._fill_from_trace(traced)
             notes += self._notes_on_trace(traced, limit_mib)
-            parameters = traced.trace.parameters
         assert self.memory is not None, "it is answered"
         first, of_memory = self._notes_on_memory(self.memory, limit_mib)
-        memory = self.memory.with_values(device_memory_mib=device.memory_mib, limit_mib=limit_mib)
-        activity = Activity(**{name: self.figures.get(name) for name in vars(Activity())})
-        timing = replace(timing, step_time_ms=self.figures.get("step_time_ms"))
+        memory = self.memory.with_values(device_memory_mib=self.device.memory_mib, limit_mib=limit_mib)
         return Estimate(
-            **vars(memory),
-            **vars(activity),
-            **vars(timing),
-            **vars(energy),
-            parameters=parameters,
-            device=device.name,
+            **{**vars(memory), **self.figures, **of_trace},
+            device=self.device.name,
             notes=(*first, *notes, *of_memory, *self.notes, *_note_on_two_loops(self.loops)),
             estimator=estimators_named(self.by),
             answered_by=self.by,
             loops=self.loops,
             machine=self.platform.machine.name,
-            ranks=ranks,
             seconds=0.0,
         )
 
-    def _fill_from_trace(self, traced: SimulatedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
-        """Fill in the trace's figures of the unanswered targets. Returns the parts that only the trace knows."""
+    def _fill_from_trace(self, traced: SimulatedStep) -> tuple[dict[str, Any], list[Note]]:
+        """Fill in the trace's figures of the unanswered targets. Returns the fields of `Estimate` that only the trace
+        knows, and notes."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         step = self._time_in_loop(traced, loop)
-        of_step: dict[str, Any] = {}
+        fields, assumed = ranks_of(traced, job, device)
         notes: list[Note] = []
         for target in TARGETS:
             if target not in self.by:
                 self._set(target, step.figure(get_target(target).column), "trace", loop)
                 if target == "step_time":
-                    of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
+                    fields |= {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
                     if step.bound_by == "host":
                         upper_ms = f"{step.step_time_upper_ms:,.2f} on 9 of 10 machines"
                         text = f"the host bounds the step: {step.step_time_ms:,.2f} ms, up to {upper_ms}"
                         if job.config is None:
                             text += "; for a module, framework= says what launches the kernels"
                         notes.append(Note("host-bound", INFO, text, (target,)))
-        timed = step if self.loops["step_time"] == loop else self._time_in_loop(traced, PIPELINE)
-        ranks, sent, assumed = ranks_of(traced, job, device)
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
         memory, largest = traced.memory, list(traced.memory.peak_modules.items())[:TOP_MODULES]
-        assert self.memory is not None, "it is answered"
-        self.memory = self.memory.with_values(
-            breakdown=dict(traced.breakdown),
-            trace_memory_mib=step.peak_memory_mib,
-            allocated_mib=step.peak_allocated_mib,
-            reserved_mib=step.peak_reserved_mib,
-            process_mib=step.peak_memory_mib - self.platform.machine.other_mib,
-            card_mib=step.peak_memory_mib,
-            peak_operator=memory.peak_operator,
-            peak_module=memory.peak_module,
-            peak_phase=memory.peak_phase,
-            activations={name: nbytes / MIB for name, nbytes in largest},
-        )
-        if not (step_time_ms := self.figures["step_time_ms"]):
-            return Timing(**of_step, **sent), Energy(), ranks, notes
-        step_s = step_time_ms / 1e3
-        tokens = traced.trace.remembered(("tokens", job.batch_size), lambda: _tokens(job, traced.trace))
-        micro_steps = training_of(job.settings).accumulation
-        # Throughput counts all micro-steps and all replicas; utilization and energy are one GPU's.
-        passes = micro_steps * (1 if job.parallel is None else job.parallel.replicas)
-        at_peak_s = _seconds_at_peak(traced.trace, device, job.settings)
-        timing = Timing(
-            **of_step,
-            **sent,
-            samples_per_s=passes * job.batch_size / step_s,
-            tokens_per_s=None if tokens is None else passes * tokens / step_s,
-            mfu=None if at_peak_s is None else at_peak_s / step_s,
-        )
-        return timing, Energy(energy_j=timed.activity.power_w * step_s), ranks, notes
+        fields |= {
+            "parameters": traced.trace.parameters,
+            "breakdown": dict(traced.breakdown),
+            "trace_memory_mib": step.peak_memory_mib,
+            "allocated_mib": step.peak_allocated_mib,
+            "reserved_mib": step.peak_reserved_mib,
+            "process_mib": step.peak_memory_mib - self.platform.machine.other_mib,
+            "card_mib": step.peak_memory_mib,
+            "peak_operator": memory.peak_operator,
+            "peak_module": memory.peak_module,
+            "peak_phase": memory.peak_phase,
+            "activations": {name: nbytes / MIB for name, nbytes in largest},
+        }
+        if step_s := self.figures["step_time_ms"] / 1e3:
+            timed = step if self.loops["step_time"] == loop else self._time_in_loop(traced, PIPELINE)
+            tokens = traced.trace.remembered(("tokens", job.batch_size), lambda: _tokens(job, traced.trace))
+            # Throughput counts all micro-steps and all replicas; utilization and energy are one GPU's.
+            passes = training_of(job.settings).accumulation * (1 if job.parallel is None else job.parallel.replicas)
+            at_peak_s = _seconds_at_peak(traced.trace, device, job.settings)
+            fields |= {
+                "samples_per_s": passes * job.batch_size / step_s,
+                "tokens_per_s": None if tokens is None else passes * tokens / step_s,
+                "mfu": None if at_peak_s is None else at_peak_s / step_s,
+                "energy_j": timed.activity.power_w * step_s,
+            }
+        return fields, notes
 
     def _time_in_loop(self, traced: SimulatedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace alone prices the GPU's work without any input."""
@@ -445,12 +418,14 @@ class Draft:
             UsageError: There are runs, and the job is not traced.
         """
         own_runs, known, traced = self.request.own_runs, self.request.options.known, self.traced
-        if own_runs is not None and (traced is not None or own_runs.asked_for):
-            runs, notes = own_runs.of(self.job.batch_size, self.device)
+        if own_runs is None:
+            runs = tuple(run for run in known if run.is_of(self.device))
+            missing = f"known: no run was measured on {self.device.name}"
+            notes = [Note("no-known-run", WARNING, missing)] if known and not runs else []
+        elif traced is None and not own_runs.asked_for:
+            return estimate
         else:
-            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(self.device)), []
-            if known and not runs:
-                notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {self.device.name}"))
+            runs, notes = own_runs.of(self.job.batch_size, self.device)
         if not runs:
             return estimate.with_values(notes=(*estimate.notes, *notes))
         if traced is None:
@@ -475,14 +450,6 @@ class Draft:
         if own_runs is None or by_runs.answered_by == estimate.answered_by:
             return by_runs
         return by_runs.with_values(notes=(own_runs.note(runs), *by_runs.notes))
-
-
-@as_a_training_script()
-def traces_of(request: Request) -> Traces:
-    """Return the job's traces, shared by all its questions. Raises `UsageError` as `learn.job.traced.step_of`."""
-    traces: Traces = {}
-    trace_of(request.job, request.platform.device, traces)
-    return traces
 
 
 def _merge(notes: list[Note]) -> list[Note]:

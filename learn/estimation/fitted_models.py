@@ -10,21 +10,15 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
 from learn.estimation.notes import INFO, TARGETS, WARNING, Note
 from learn.estimators.protocol import LEVEL
-from learn.fitting.artifacts import (
-    Artifact,
-    StaleArtifact,
-    default_artifact,
-    find_latest,
-    versions,
-)
+from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, versions
 from learn.job.traced import step_of
-from learn.job.training_job import PIPELINE, loop_named, loop_of_source
+from learn.job.training_job import PIPELINE, loop_of_source
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -36,33 +30,19 @@ if TYPE_CHECKING:
     from learn.rows.step_store import StepStore
 
 
-class ModelAnswer(NamedTuple):
-    """A target's figure by a fitted model.
-
-    by        the model, as `Estimate.answered_by` names it
-    loop      the loop of the figure
-    bounded   memory with its bound, if the model's bound is calibrated
-    outside   whether the model was not fitted on such jobs
-    """
-
-    figure: float
-    by: str
-    loop: str
-    bounded: Memory | None
-    outside: bool
-    notes: list[Note]
-
-
 @dataclass
 class ModelQuestion:
-    """A target's question to a fitted model.
+    """A target's question to a fitted model, and the answer once the model was asked.
 
     artifact    the model; None if none knows the target
     packaged    whether the model is packaged
     case        the case to estimate
     looped      whether that is the estimate's case in a plain loop
-    notes       notes on models that were passed over
-    answer      the answer, or the error, once the model was asked; None where the model does not know the case
+    notes       notes on models that were passed over, then those on the answer
+    figure      the target's figure; None where the model does not know the case
+    memory      the figure with its bound, if the model's bound is calibrated
+    outside     whether the model was not fitted on such jobs
+    error       the error instead of an answer
     """
 
     target: str
@@ -71,7 +51,16 @@ class ModelQuestion:
     case: Case
     looped: bool
     notes: list[Note]
-    answer: ModelAnswer | CommandError | None = None
+    figure: float | None = None
+    memory: Memory | None = None
+    outside: bool = False
+    error: CommandError | None = None
+
+    @property
+    def model(self) -> str:
+        """The model, as `Estimate.answered_by` names it."""
+        assert self.artifact is not None, "it is answered"
+        return f"{self.artifact.meta['estimator']} {'(default)' if self.packaged else self.artifact.version}"
 
 
 class FittedModels:
@@ -86,13 +75,11 @@ class FittedModels:
         self._options, self._steps = options, steps
 
     @cached_property
-    def _folder(self) -> DataFolder:
-        folder = DataFolder.resolve(self._options.data)
-        return folder if self._options.data is None else folder.open()
-
-    @cached_property
     def _kept(self) -> dict[str, list[Artifact]]:
-        return {target: versions(self._folder, target) for target in TARGETS}
+        folder = DataFolder.resolve(self._options.data)
+        if self._options.data is not None:
+            folder = folder.open()
+        return {target: versions(folder, target) for target in TARGETS}
 
     @cached_property
     def _packaged(self) -> dict[str, Artifact]:
@@ -119,7 +106,7 @@ class FittedModels:
             UsageError: The named estimator is not fitted for memory.
             StaleArtifact: The named model was fitted with other features.
         """
-        named = self._options.estimator
+        named, loop = self._options.estimator, self._options.loop
         wanted: Wanted = {
             "estimator": named,
             "family": None if case.config is None else case.family,
@@ -127,7 +114,7 @@ class FittedModels:
             "for_modules": case.config is None,
         }
         absent = named is not None and "memory" not in self._packaged
-        if absent and find_latest(self._folder, "memory", **wanted) is None:  # it must be fitted, at least for memory
+        if absent and find_latest(self._kept["memory"], "memory", **wanted) is None:  # memory at least must be fitted
             with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
@@ -136,18 +123,17 @@ class FittedModels:
         for target in TARGETS:
             newest, notes = None, list[Note]()
             try:
-                newest = find_latest(kept, target, **learnt) if (kept := self._kept[target]) else None
+                newest = find_latest(self._kept[target], target, **learnt)
             except StaleArtifact as error:
                 if named is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
-            question_case = case
+            known = [model for model in (newest, self._packaged.get(target)) if model is not None]
+            of_loop = (model for model in known if target == "memory" or loop in (None, *_loops_of(model)))
+            artifact, asked = next(of_loop, None), case
             if artifact is not None and _loops_of(artifact) == {PIPELINE}:
-                question_case = looped = looped or _in_plain_loop(case, self._steps, traces)
-            questions.append(
-                ModelQuestion(target, artifact, artifact is not newest, question_case, question_case is not case, notes)
-            )
+                asked = looped = looped or _in_plain_loop(case, self._steps, traces)
+            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, asked is not case, notes))
         return questions
 
     def ask(self, questions: Iterable[ModelQuestion]) -> None:
@@ -161,14 +147,16 @@ class FittedModels:
                 prediction = artifact.estimator.predict([question.case for question in alike], self._steps)
             except CommandError as error:
                 for question in alike:
-                    question.answer = error
+                    question.error = error
                 continue
             bounded = self._bound_memory(artifact, prediction) if alike[0].target == "memory" else {}
             for row, question in enumerate(alike):
                 if (refusal := prediction.refusals.get(row)) is None:
-                    question.answer = _answer(question, artifact, prediction, row, bounded.get(row))
+                    question.figure, question.memory = float(prediction.point[row]), bounded.get(row)
+                    question.outside = row in prediction.outside
+                    question.notes += _notes_on_answer(question, artifact, prediction, row)
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
-                    question.answer = UsageError(f"estimator={named} has no answer: {refusal}")
+                    question.error = UsageError(f"estimator={named} has no answer: {refusal}")
 
     def _bound_memory(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
         """Return each row's memory with its bound, calibrated on left-out groups, or on held-out rows where the fit
@@ -194,27 +182,16 @@ class FittedModels:
         return bounded
 
 
-def _answer(
-    question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int, bounded: Memory | None
-) -> ModelAnswer:
-    """Return the model's answer to a question, from `row` of its prediction."""
-    target, name, meta = (question.target,), artifact.meta["estimator"], artifact.meta
-    notes = [Note("estimator", WARNING, text, target) for text in prediction.warnings]
-    notes += [
-        Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", target)
-        for text in prediction.unfamiliar.get(row, ())
-    ]
+def _notes_on_answer(question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int) -> list[Note]:
+    target = (question.target,)
+    unlike = [f"unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(row, ())]
     of_loop = ", for a plain training loop with its input pipeline" if question.looped else ""
-    text = f"fitted on {', '.join(meta['rows']['source'])} rows{of_loop}"
-    notes.append(Note("fitted-rows", INFO, text, target))
-    return ModelAnswer(
-        figure=float(prediction.point[row]),
-        by=f"{name} (default)" if question.packaged else f"{name} {artifact.version}",
-        loop=loop_named(question.case.training_loop),
-        bounded=bounded,
-        outside=row in prediction.outside,
-        notes=notes,
-    )
+    fitted_on = f"fitted on {', '.join(artifact.meta['rows']['source'])} rows{of_loop}"
+    return [
+        *(Note("estimator", WARNING, text, target) for text in prediction.warnings),
+        *(Note("unlike-fitted", WARNING, text, target) for text in unlike),
+        Note("fitted-rows", INFO, fitted_on, target),
+    ]
 
 
 def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None) -> Case:
@@ -225,16 +202,6 @@ def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None) -> Case:
     with contextlib.suppress(CommandError):  # raised again where the record is read
         steps.lend(looped, step_of(looped.job, case.spec, traces=traces))
     return looped
-
-
-def _first_of_loop(
-    target: str, newest: Artifact | None, packaged: Artifact | None, loop: str | None
-) -> Artifact | None:
-    """Return the first of the two models that knows the loop."""
-    if loop is None or target == "memory":
-        return newest or packaged
-    known = (artifact for artifact in (newest, packaged) if artifact is not None and loop in _loops_of(artifact))
-    return next(known, None)
 
 
 def _loops_of(artifact: Artifact) -> set[str]:

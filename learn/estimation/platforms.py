@@ -46,31 +46,30 @@ if TYPE_CHECKING:
 SEVERAL_GPUS = "several GPUs"  # a feature that no model was fitted on
 
 
-def ranks_of(
-    traced: SimulatedStep, job: TrainingJob, device: DeviceSpec
-) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
-    """Return a job's ranks, the `Timing` fields of their communication, and the assumptions; all empty for a job on one
-    GPU."""
+def ranks_of(traced: SimulatedStep, job: TrainingJob, device: DeviceSpec) -> tuple[dict[str, Any], list[Note]]:
+    """Return the fields of `Estimate` about a job's ranks and their communication, and the assumptions; both empty for
+    a job on one GPU."""
     parallel, communication = job.parallel, traced.communication
     if parallel is None:
-        return (), {}, []
+        return {}, []
     measured_rank = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
     groups = tuple(_group(group, traced, job, measured_rank) for group in (() if part is None else part.groups))
-    sent = {
-        "communication_ms": communication.busy_ms,
-        "exposed_ms": communication.exposed_ms,
-        "sent_mib": communication.sent_mib,
-        "bubble_ms": None if part is None else communication.bubble_ms,
-    }
     # A script's own wrappers decide what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
     texts = _notes(parallel, device, communication.buffers_mib, training)
     texts += [] if part is None else _notes_of_stages(parallel, part)
-    return groups or (measured_rank,), sent, [Note("several-gpus", INFO, text) for text in texts]
+    fields = {
+        "ranks": groups or (measured_rank,),
+        "communication_ms": communication.busy_ms,
+        "exposed_ms": communication.exposed_ms,
+        "sent_mib": communication.sent_mib,
+        "bubble_ms": None if part is None else communication.bubble_ms,
+    }
+    return fields, [Note("several-gpus", INFO, text) for text in texts]
 
 
 def _group(

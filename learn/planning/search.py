@@ -16,8 +16,9 @@ from conf.plain_text import first_line
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import training_of
 from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
-from learn.estimation.draft import traces_of
 from learn.estimation.job_estimate import Estimate
+from learn.job.traced import trace_of
+from learn.job.training_job import as_a_training_script
 from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.plan_report import PlanRow
 
@@ -90,7 +91,10 @@ class Screening:
         if count not in self._short:
             self._short[count] = with_blocks(self.model, count)
         short = self._short[count]
-        return traces_of(replace(request, job=replace(request.job, build=lambda: short)))
+        traces: Traces = {}
+        with as_a_training_script():
+            trace_of(replace(request.job, build=lambda: short), request.platform.device, traces)
+        return traces
 
 
 _CLEARLY = 1.1  # times the limit: a layout above it does not fit with fewer shards either
