@@ -120,12 +120,12 @@ def answer_on(
     if missing:
         made = _make_estimates(request, list(missing.values()), False, traces)
         outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
-    estimates = {answer_key: found for answer_key, found in outcomes.items() if isinstance(found, Estimate)}
+    estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
     keep({f"answer {new}": estimates[new].to_mapping() for new in missing if new in estimates})
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    return [_copy(found) if isinstance(found, Estimate) else found for found in map(outcomes.__getitem__, keys)]
+    return [_copy(estimates[answer_key]) if answer_key in estimates else outcomes[answer_key] for answer_key in keys]
 
 
 def _copy(estimate: Estimate) -> Estimate:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,24 @@ if TYPE_CHECKING:
 
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures
-_MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "drama (DRAM activity)", "step time")
+_RATE = "rate"
+# Name (of the bound: its coverage), field of `Estimate`, its format and unit, and the target that it belongs to.
+_FIGURES = (
+    ("peak memory", "peak_memory_mib", ",.0f", " MiB", "memory"),
+    ("", "upper_mib", ",.0f", " MiB", "bound"),
+    ("smact (SM activity)", "smact", ".3f", "", "smact"),
+    ("smocc (SM occupancy)", "smocc", ".3f", "", "smocc"),
+    ("drama (DRAM activity)", "drama", ".3f", "", "drama"),
+    ("step time", "step_time_ms", ",.3f", " ms", "step_time"),
+    ("90 % of steps below", "step_time_upper_ms", ",.3f", " ms", "step_time"),
+    ("bound by", "bound_by", "", "", "step_time"),
+    ("waits for other GPUs", "exposed_ms", ",.3f", " ms", "step_time"),
+    ("bubble of the pipeline", "bubble_ms", ",.3f", " ms", "step_time"),
+    ("throughput", "samples_per_s", _RATE, " samples/s", "step_time"),
+    ("tokens", "tokens_per_s", _RATE, " tokens/s", "step_time"),
+    ("mfu (FLOPs of peak)", "mfu", ".3f", "", "step_time"),
+    ("energy a step", "energy_j", _RATE, " J", "step_time"),
+)
 WHOLE = "(the model)"  # its own path is empty
 
 
@@ -61,13 +78,7 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
     figure_table.add_column("by", overflow="fold")
     for figure in figures(estimate):
         of_run = () if past is None else _of_run(estimate, past, figure)
-        figure_table.add_row(
-            figure.name,
-            figure.text,
-            *of_run,
-            basis_of(estimate, figure.target),
-            estimate.answered_by.get(figure.target, ""),
-        )
+        figure_table.add_row(figure.name, figure.text, *of_run, figure.basis, figure.by)
     blanks = ("",) if past is None else ("", "", "")
     for name, text, why in _of_card(estimate):
         figure_table.add_row(name, text, *blanks, why)
@@ -141,7 +152,7 @@ def estimate_text(estimate: Estimate) -> str:
     """Return an estimate in fewer than 15 lines: six figures, the card, their estimators, at most three notes."""
     lines = [f"estimate of a training job on {estimate.device}"]
     for figure in figures(estimate)[:6]:
-        basis = coverage_text(estimate) if figure.target == "bound" else basis_of(estimate, figure.target)
+        basis = coverage_text(estimate) if figure.target == "bound" else figure.basis
         lines.append(f"{figure.name:<24}{figure.text}{f' ({basis})' if basis and figure.value is not None else ''}")
     if estimate.fits_device is not None:
         by = "the bound" if estimate.upper_mib is not None else "the estimate"
@@ -157,14 +168,6 @@ def estimate_text(estimate: Estimate) -> str:
     if more := len(estimate.notes) - len(shown):
         lines.append(f"{count_of(more, 'more note')} in .notes")
     return "\n".join(lines)
-
-
-def basis_of(estimate: Estimate, target: str) -> str:
-    """Return the condition of a figure: `machine current` for memory placed by a profile, else `loop resident`."""
-    by = estimate.answered_by.get(target, "")
-    if target == "memory" and (by.endswith("(default)") or (by == "trace" and estimate.card_mib is not None)):
-        return f"machine {estimate.machine}"
-    return f"loop {estimate.loops[target]}" if target in estimate.loops else ""
 
 
 def coverage_text(estimate: Estimate) -> str:
@@ -223,37 +226,45 @@ def print_json(title: str, estimate: Estimate, past: PastRun | None) -> None:
 
 
 class ShownFigure(NamedTuple):
-    """A figure as it is shown: its name, value and text, and the target that it belongs to."""
+    """A figure as it is shown: the fields of `_FIGURES`, and of an estimate
+
+    value    None: not known
+    basis    its condition: `machine current` for memory placed by a profile, else `loop resident`
+    by       its estimator
+    """
 
     name: str
-    value: float | str | None
-    text: str
+    column: str
+    form: str
+    unit: str
     target: str
+    value: float | str | None
+    basis: str
+    by: str
+
+    @property
+    def text(self) -> str:
+        """The figure with its unit."""
+        if self.value is None:
+            return "not calibrated" if self.target == "bound" else MISSING
+        return self.write(self.value)
+
+    def write(self, value: Any) -> str:
+        """Return a value of the figure as text."""
+        return f"{rate(value) if self.form == _RATE else format(value, self.form)}{self.unit}"
 
 
 def figures(estimate: Estimate) -> list[ShownFigure]:
     """Return the figures in their order; the first six are included even if they are not known."""
-    known: list[tuple[str, float | str | None, str, str]] = [
-        ("peak memory", estimate.peak_memory_mib, "{:,.0f} MiB", "memory"),
-        (bound_name(estimate), estimate.upper_mib, "{:,.0f} MiB", "bound"),
-        ("smact (SM activity)", estimate.smact, "{:.3f}", "smact"),
-        ("smocc (SM occupancy)", estimate.smocc, "{:.3f}", "smocc"),
-        ("drama (DRAM activity)", estimate.drama, "{:.3f}", "drama"),
-        ("step time", estimate.step_time_ms, "{:,.3f} ms", "step_time"),
-        ("90 % of steps below", estimate.step_time_upper_ms, "{:,.3f} ms", "step_time"),
-        ("bound by", estimate.bound_by, "{}", "step_time"),
-        ("waits for other GPUs", estimate.exposed_ms, "{:,.3f} ms", "step_time"),
-        ("bubble of the pipeline", estimate.bubble_ms, "{:,.3f} ms", "step_time"),
-        ("throughput", estimate.samples_per_s and rate(estimate.samples_per_s), "{} samples/s", "step_time"),
-        ("tokens", estimate.tokens_per_s and rate(estimate.tokens_per_s), "{} tokens/s", "step_time"),
-        ("mfu (FLOPs of peak)", estimate.mfu, "{:.3f}", "step_time"),
-        ("energy a step", estimate.energy_j and rate(estimate.energy_j), "{} J", "step_time"),
-    ]
     shown = []
-    for place, (name, value, form, target) in enumerate(known):
-        absent = "not calibrated" if target == "bound" else MISSING
+    for place, (name, column, form, unit, target) in enumerate(_FIGURES):
+        value, by = getattr(estimate, column), estimate.answered_by.get(target, "")
+        basis = f"loop {estimate.loops[target]}" if target in estimate.loops else ""
+        if target == "memory" and (by.endswith("(default)") or (by == "trace" and estimate.card_mib is not None)):
+            basis = f"machine {estimate.machine}"
         if value is not None or place < _ALWAYS_SHOWN:
-            shown.append(ShownFigure(name, value, absent if value is None else form.format(value), target))
+            name = name or bound_name(estimate)
+            shown.append(ShownFigure(name, column, form, unit, target, value, basis, by))
     return shown
 
 
@@ -264,25 +275,23 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _of_run(estimate: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
+def _of_run(estimate: Estimate, past: PastRun, figure: ShownFigure) -> tuple[str, str]:
     """Return the run's figure, and the estimate's deviation from it; a text where the deviation is meaningless."""
-    if shown_figure.target == "bound" or shown_figure.name not in _MEASURED:
+    if figure.column not in past.labels:
         return "", ""
-    column = get_target(shown_figure.target).column
-    in_run = past.labels[column]
+    in_run, target = past.labels[figure.column], figure.target
     if in_run is None:
         return MISSING, ""
-    of_run: dict[str, Any] = {column: in_run}
-    text = next(figure.text for figure in figures(replace(estimate, **of_run)) if figure.name == shown_figure.name)
-    estimated = getattr(estimate, column)
+    text, estimated = figure.write(in_run), getattr(estimate, figure.column)
     if estimated is None:
         return text, ""
     # Memory hardly depends on the loop.
-    if shown_figure.target != "memory" and estimate.loops.get(shown_figure.target) != past.loop:
+    if target != "memory" and estimate.loops.get(target) != past.loop:
         return text, "other loop"
-    if agrees_by_construction(past, estimate, shown_figure.target):
+    by_trace = past.source == "simulated" and figure.by == "trace"
+    if by_trace and math.isclose(estimated, in_run, rel_tol=1e-9):  # the run was simulated with the estimate's figure
         return text, "same trace"
-    if shown_figure.target in ("smact", "smocc", "drama"):
+    if target in ("smact", "smocc", "drama"):
         return text, f"{estimated - in_run:+.3f}"
     return text, f"{estimated / in_run - 1:+.1%}" if in_run > 0 else ""
 
@@ -328,16 +337,3 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
     except UnreadableConfig as error:
         raise UsageError(f"run {printable(str(run_id))}: {error}") from error
     return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
-
-
-def agrees_by_construction(past: PastRun, estimate: Estimate, target: str) -> bool:
-    """Return whether the run was simulated with the estimate's own figure, so that agreement proves nothing."""
-    column = get_target(target).column
-    estimated, in_run = getattr(estimate, column), past.labels[column]
-    return (
-        past.source == "simulated"
-        and estimate.answered_by.get(target) == "trace"
-        and estimated is not None
-        and in_run is not None
-        and math.isclose(estimated, in_run, rel_tol=1e-9)
-    )

@@ -21,6 +21,7 @@ from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
+from featurize.job.training_settings import TrainingKeywords
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
 from learn.estimation.platforms import Platform, platform_of
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 MANY = 100  # configs from which on the fast method is mentioned
 METHODS = ("full", "fast")
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
+_OF_TRACES = {"inputs", "report", "snapshot", *RequestKeywords.__annotations__}.difference(  # only a trace uses these
+    _OF_FAST, TrainingKeywords.__annotations__
+)
 
 
 def estimate(
@@ -140,7 +144,7 @@ def estimate(
     _require_method(method)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
-        return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
+        return _fast_estimates([config], {**options, "inputs": inputs, "report": report, "snapshot": snapshot})[0]
     from learn.estimation.answers import answer_and_write
 
     began_ns = time.monotonic_ns()
@@ -229,12 +233,10 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
 
     of_fast = {name: value for name, value in options.items() if name in _OF_FAST}
     platform, answer_options = platform_and_options(of_fast)
-    of_traces = {name: options.get(name) for name in _OF_TRACES}
     others = {name: value for name, value in options.items() if name not in (*_OF_FAST, *_OF_TRACES)}
     single = training_settings(others, options.get("settings"))
-    if leaves_out(of_traces["known"]):
-        del of_traces["known"]
-    if given_too := [name for name, value in of_traces.items() if value is not None]:
+    of_traces = [name for name, value in options.items() if name in _OF_TRACES and value is not None]
+    if given_too := [name for name in of_traces if name != "known" or not leaves_out(options[name])]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if answer_options.coverage != LEVEL:
         raise UsageError(f"method=fast supports coverage={LEVEL} only; leave coverage= out")
@@ -243,25 +245,6 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
             raise UsageError("method=fast answers from a trial config alone; modules take method=full")
         require_same(config, single)
     return fast_estimates(configs, platform.device, platform.machine, answer_options.data)
-
-
-# Keywords that only a trace uses.
-_OF_TRACES = (
-    "estimator",
-    "allocator",
-    "report",
-    "snapshot",
-    "loop",
-    "workspaces",
-    "known",
-    "torch_version",
-    "parallel",
-    "power_limit_w",
-    "inputs",
-    "batches",
-    "target",
-    "loss",
-)
 
 
 BOUND, POINT = BY = ("bound", "point")

@@ -201,41 +201,32 @@ def _of_family(
     models: ConfigModels, configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile
 ) -> list[Estimate]:
     family = configs[0].family
-    figures, bound = models.predict([Case(config, device.name, described=device) for config in configs])
-    targets = list(figures)
-    columns: dict[str, list[Any]] = {get_target(target).column: points.tolist() for target, points in figures.items()}
-    unknown = [None] * len(configs)
+    points, bound = models.predict([Case(config, device.name, described=device) for config in configs])
+    columns: dict[str, list[float]] = {
+        get_target(target).column: of_target.tolist() for target, of_target in points.items()
+    }
     moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
-    memory = [mib + moved_mib for mib in columns["peak_memory_mib"]]
-    upper: list[Any] = unknown
+    memory = columns["peak_memory_mib"] = [mib + moved_mib for mib in columns["peak_memory_mib"]]
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
+        columns |= {"upper_mib": upper, "least_card_mib": upper}
     shared: dict[str, Any] = {
         "parameters": None,
         "device": device.name,
         "device_memory_mib": device.memory_mib,
         "estimator": "fast",
-        "answered_by": {target: models.named(target) for target in targets},
-        "loops": {target: models.loop(target) for target in targets},
+        "answered_by": {target: models.named(target) for target in points},
+        "loops": {target: models.loop(target) for target in points},
         "machine": on.name,
         "seconds": 0.0,
-        "held_out_errors": {target: errors for target in targets if (errors := models.errors(target, family))},
+        "held_out_errors": {target: errors for target in points if (errors := models.errors(target, family))},
     }
     of_all = _notes_of_models(models, device)
     reasons = unlike(configs, models.artifacts["memory"].meta.get("known", {}).get(family, {}))
+    rows = (dict(zip(columns, figures, strict=True)) for figures in zip(*columns.values(), strict=True))
     return [
-        Estimate(
-            peak_memory_mib=memory[place],
-            upper_mib=upper[place],
-            least_card_mib=upper[place],
-            smact=columns.get("smact", unknown)[place],
-            smocc=columns.get("smocc", unknown)[place],
-            drama=columns.get("drama", unknown)[place],
-            step_time_ms=columns.get("step_time_ms", unknown)[place],
-            notes=(*_notes(reasons[place], memory[place], upper[place], device), *of_all),
-            **shared,
-        )
-        for place in range(len(configs))
+        Estimate(**row, notes=(*_notes(unlike_fitted, row, device), *of_all), **shared)
+        for row, unlike_fitted in zip(rows, reasons, strict=True)
     ]
 
 
@@ -245,24 +236,22 @@ def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
     return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 
 
-def _notes(unlike_fitted: Sequence[str], mib: float, upper: float | None, device: DeviceSpec) -> list[Note]:
+def _notes(unlike_fitted: Sequence[str], figures: Mapping[str, float], device: DeviceSpec) -> list[Note]:
     notes = [Note("unlike-fitted", WARNING, f"unlike what method=fast was fitted on: {why}") for why in unlike_fitted]
-    if mib > device.memory_mib:
+    if figures["peak_memory_mib"] > device.memory_mib:
         notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB"))
-    elif upper is not None and upper > device.memory_mib:
+    elif figures.get("upper_mib", 0.0) > device.memory_mib:
         text = f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}"
         notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
     return notes
 
 
 def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
-    meta = models.artifacts["memory"].meta
-    notes = []
-    fitted = sorted(meta["rows"]["device"])
-    if plain_device(device.name) not in map(plain_device, fitted):
-        text = f"unlike what method=fast was fitted on: device {device.name}: fitted on {', '.join(fitted)}"
-        notes.append(Note("unlike-fitted", WARNING, text))
-    return notes
+    fitted = sorted(models.artifacts["memory"].meta["rows"]["device"])
+    if plain_device(device.name) in map(plain_device, fitted):
+        return []
+    text = f"unlike what method=fast was fitted on: device {device.name}: fitted on {', '.join(fitted)}"
+    return [Note("unlike-fitted", WARNING, text)]
 
 
 # Target -> the loop of a full estimate: that of the packaged models, or of the trace.

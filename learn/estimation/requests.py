@@ -332,10 +332,11 @@ class StepFiles(NamedTuple):
         Raises:
             UsageError: A snapshot is requested, and the model could not be traced.
         """
-        from learn.estimation.step_report import write_step_report
+        from conf.reports.blocks import write_page
+        from learn.estimation.step_report import step_page
 
         if self.report is not None:
-            write_step_report(self.report, request.job, request.platform, estimate, traced)
+            write_page(self.report, step_page(request.job, request.platform, estimate, traced))
         if self.snapshot is not None:
             if traced is None:
                 raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from conf.plain_text import count_of
@@ -34,7 +33,6 @@ from conf.reports.blocks import (
     Table,
     render_for_notebook,
     table,
-    write_page,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.units import MIB
@@ -46,7 +44,7 @@ from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MAST
 from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
-from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, legend, peak_text
+from learn.estimation.estimate_view import WHOLE, coverage_text, figures, legend, peak_text
 from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
 from learn.job.training_job import PIPELINE
 
@@ -55,17 +53,6 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.platforms import Platform
     from learn.job.training_job import TrainingJob
-
-
-def write_step_report(
-    path: Path,
-    job: TrainingJob,
-    platform: Platform,
-    estimate: Estimate,
-    traced: SimulatedStep | None,
-) -> None:
-    """Write the page in one step, replacing an existing one. `traced` has its timeline; None if there is no trace."""
-    write_page(path, step_page(job, platform, estimate, traced))
 
 
 def step_page(
@@ -104,12 +91,7 @@ def estimate_html(estimate: Estimate) -> str:
 def _answers(estimate: Estimate) -> tuple[tuple[str, ...], ...]:
     bound = coverage_text(estimate)
     return tuple(
-        (
-            figure.name,
-            figure.text,
-            basis_of(estimate, figure.target),
-            bound if figure.target == "bound" else estimate.answered_by.get(figure.target, ""),
-        )
+        (figure.name, figure.text, figure.basis, bound if figure.target == "bound" else figure.by)
         for figure in figures(estimate)
     )
 
