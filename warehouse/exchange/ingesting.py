@@ -220,8 +220,8 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
 def _known_ids(connection: WarehouseConnection, kind: str) -> set[str]:
     """Return the ids of the imported rows of a table."""
     column = "run_id" if kind == "runs" else DETAILS[kind].row_id
-    table = connection.sql(f"SELECT {column} FROM {kind} WHERE source = 'imported'").to_arrow_table()
-    return set(table.column(column).to_pylist())
+    ids = connection.execute(f"SELECT {column} FROM {kind} WHERE source = 'imported'").fetchall()
+    return {row_id for (row_id,) in ids}
 
 
 def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], known: set[str]) -> int:

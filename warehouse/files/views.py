@@ -10,7 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
-ROW_COUNTS = "SELECT " + ", ".join(f"(SELECT count(*) FROM {view}) AS {view}" for view in VIEWS)  # one row
 
 SCHEME = "gpufarm"  # scheme of the paths that `warehouse.files.folder_files` serves
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
@@ -196,6 +195,14 @@ def schema_columns(schema: pa.Schema, table: str) -> str:
         else f"{table}.{field.name}"
         for field in schema
     )
+
+
+def count_rows(connection: Any) -> dict[str, int]:
+    """Return the row count of each view; `connection` is DuckDB's or a `WarehouseConnection`."""
+    each = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
+    # `sql` would plan the statement twice, as a relation first.
+    (counts,) = connection.execute(f"SELECT {each}").fetchall()
+    return dict(zip(VIEWS, counts, strict=True))
 
 
 def build(folder: DataFolder, path: Path) -> None:
