@@ -242,12 +242,15 @@ def no_answers_of_other_tests():
             module.clear()
 
 
+# Tests of the file that other clients of DuckDB open, and of folders that cannot be written to.
+OF_VIEWS_FILE = ("compact", "folder", "full_disk", "read_only", "reader_cannot_write", "stale", "views")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have data folders lack the file that other clients of DuckDB would open, but in tests of the warehouse, of faults
-    and of folders that cannot be written to: making it takes longer than most tests."""
+    """Have data folders lack that file in other tests, but those of faults: making it takes longer than most tests."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name not in ("warehouse", "faults") and request.path.name != "test_read_only.py":
+        if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in OF_VIEWS_FILE:
             patch.setattr("warehouse.files.views.refresh", lambda folder: None)
         yield
 

@@ -11,7 +11,15 @@ from workers import worker
 from workers.trial.server_client import TrialServer
 
 # Beginnings of variables that pytest, Ray, torch's profiler and dispatchers set in this process, and no test means.
-_OF_OTHERS = ("PYTEST_", "RAY_", "PYTHONBREAKPOINT", "DISABLE_CUPTI", "TEARDOWN_CUPTI", SESSION_VARIABLE)
+_OF_OTHERS = (
+    "PYTEST_",
+    "RAY_",
+    "PYTHONBREAKPOINT",
+    "DISABLE_CUPTI",
+    "TEARDOWN_CUPTI",
+    "TORCHINDUCTOR_",
+    SESSION_VARIABLE,
+)
 
 
 class LastingServer(TrialServer):

@@ -8,6 +8,7 @@ from conf.cli.command_line import run
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import remember
+from warehouse.files.views import refresh
 from warehouse.query import entry
 
 
@@ -16,6 +17,7 @@ def template(tmp_path_factory):
     """The place of each test's folder, a copy of it and the fingerprint of its views, whose making takes long."""
     place = tmp_path_factory.mktemp("warehouse") / "a'; echo foo [b]*? family=x"
     folder = DataFolder.resolve(place / "data").create()
+    refresh(folder)
     copy = shutil.copytree(folder.root, tmp_path_factory.mktemp("template") / "data")
     return folder, copy, views._read_fingerprint(folder.warehouse)
 
@@ -29,6 +31,12 @@ def folder(template, tmp_path_factory):
     shutil.copytree(empty, folder.root)
     remember(folder.warehouse, lambda: fingerprint, "views")
     return DataFolder.resolve(folder.root)
+
+
+@pytest.fixture
+def views_file(monkeypatch):
+    """The file for other clients of DuckDB, which most tests do without."""
+    monkeypatch.setattr(views, "refresh", refresh)
 
 
 @pytest.fixture

@@ -265,7 +265,7 @@ def test_a_snapshot_waits_for_a_compaction(folder):
     assert messages == ["waiting for a compaction that is at work on this folder"]
 
 
-def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch):
+def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch, views_file):
     fill(folder, [0])
     take_snapshot(folder, "s")
     take_no_files(monkeypatch)
