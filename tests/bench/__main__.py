@@ -5,28 +5,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def main() -> None:
-    import bench_compaction
-    import bench_estimate
-    import bench_first_run
-    import bench_grow
-    import bench_overhead
-    import bench_query
-    import bench_queue
-    import bench_sampling
-    import bench_selection
-    import bench_soak
-    import bench_trace
+def measured(title: str, name: str, *sizes: int) -> dict[str, Any]:
+    """Return the figures of the benchmark in a module of this folder, which is imported now."""
+    print(f"\n{title}")
+    return importlib.import_module(f"bench_{name}").run(*sizes)
 
+
+def main() -> None:
     from workers.devices import DeviceChoice
     from workers.devices.cpu import CpuDevice
 
@@ -34,30 +30,24 @@ def main() -> None:
     full = given.get("full") == "true"
     cpu = CpuDevice(DeviceChoice(backend="cpu")).slots()[0].device_name
     machine = f"{os.cpu_count()} x {cpu}, Python {platform.python_version()}"
-    print(f"machine: {machine}\n\noverhead per trial: farm against a fresh process per trial")
-    overhead = bench_overhead.run()
-    print("\nqueue")
-    queue = bench_queue.run()
-    print("\ncommand to first landed run")
-    first = bench_first_run.run()
-    print("\ngrouped query over 1 M runs and 20 M samples: warehouse against CSV in pandas")
-    query = bench_query.run()
-    print("\ntrace and replay of a training step, one thread: ours against MemTracker under FakeTensorMode")
-    trace = bench_trace.run()
-    print(
-        "\nsampling at 10 Hz: recorded NVML and GPM, an exporter's page of eight GPUs, the process; a trial beside it"
+    many = 100_000 if full else 3_000
+    print(f"machine: {machine}")
+    overhead = measured("overhead per trial: farm against a fresh process per trial", "overhead")
+    queue = measured("queue", "queue")
+    first = measured("command to first landed run", "first_run")
+    query = measured("grouped query over 1 M runs and 20 M samples: warehouse against CSV in pandas", "query")
+    trace = measured(
+        "trace and replay of a training step, one thread: ours against MemTracker under FakeTensorMode", "trace"
     )
-    sampling = bench_sampling.run()
-    print("\nestimates, one thread: method=fast of trial configs, and the full path")
-    estimate = bench_estimate.run()
-    print("\ncompaction of many small files, under readers' guarantees")
-    compaction = bench_compaction.run(*((100_000, 100) if full else (3_000, 100)))
-    print("\nthe dispatcher's memory over many tasks")
-    soak = bench_soak.run(100_000 if full else 3_000)
-    print("\nthe cost of choosing")
-    choosing = bench_selection.cost(100_000 if full else 5_000)
-    print("\na growth cycle beside running and fitting")
-    growing = bench_grow.run(*((100_000, 10_000) if full else (3_000, 2_000)))
+    sampling = measured(
+        "sampling at 10 Hz: recorded NVML and GPM, an exporter's page of eight GPUs, the process; a trial beside it",
+        "sampling",
+    )
+    estimate = measured("estimates, one thread: method=fast of trial configs, and the full path", "estimate")
+    compaction = measured("compaction of many small files, under readers' guarantees", "compaction", many, 100)
+    soak = measured("the dispatcher's memory over many tasks", "soak", many)
+    choosing = measured("the cost of choosing", "selection", 100_000 if full else 5_000)
+    growing = measured("a growth cycle beside running and fitting", "grow", many, 10_000 if full else 2_000)
 
     rows = [
         (

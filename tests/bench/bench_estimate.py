@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
+from functools import partial
 
 import numpy as np
+from timing import seconds_of
 
 ROUNDS = 5
 ONE_BY_ONE, IN_BATCH = 150, 1000  # configs of a family
@@ -13,36 +14,19 @@ FAMILIES = ("mlp", "cnn", "transformer")
 DEVICE = "A100-SXM4-40GB"
 
 
-def _seconds_each(configs) -> list[float]:
-    import learn
-
-    seconds = []
-    for config in configs:
-        began = time.perf_counter()
-        learn.estimate(config, device=DEVICE, method="fast")
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
-def _full() -> float:
-    from torchvision.models import resnet50
-
-    import learn
-
-    began = time.perf_counter()
-    learn.estimate(resnet50, [64, 3, 224, 224], device=DEVICE)
-    return time.perf_counter() - began
-
-
 def run() -> dict[str, float]:
     """Return the least median of several rounds, as other load on the machine slows some of them."""
     import torch
+    from torchvision.models import resnet50
 
     import learn
     from featurize.configs.dimensions import own_space
     from featurize.configs.draws import sample_range
     from featurize.nets.vision import mend_torchvision
 
+    one = partial(learn.estimate, device=DEVICE, method="fast")
+    many = partial(learn.estimate_many, device=DEVICE, method="fast")
+    full = partial(learn.estimate, resnet50, [64, 3, 224, 224], device=DEVICE)
     mend_torchvision()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,15 +34,9 @@ def run() -> dict[str, float]:
         figures: dict[str, float] = {}
         for family in FAMILIES:
             configs = list(sample_range(own_space(family), 2, 0, IN_BATCH))
-            learn.estimate_many(configs[:2], device=DEVICE, method="fast")
-            rounds = []
-            for _ in range(ROUNDS):
-                rounds.append(_seconds_each(configs[:ONE_BY_ONE]))
-            batches = []
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                learn.estimate_many(configs, device=DEVICE, method="fast")
-                batches.append(time.perf_counter() - began)
+            many(configs[:2])
+            rounds = [[seconds_of(one, config) for config in configs[:ONE_BY_ONE]] for _ in range(ROUNDS)]
+            batches = [seconds_of(many, configs) for _ in range(ROUNDS)]
             figures[f"{family}_median_ms"] = min(map(statistics.median, rounds)) * 1e3
             figures[f"{family}_p99_ms"] = min(float(np.quantile(seconds, 0.99)) for seconds in rounds) * 1e3
             figures[f"{family}_per_s"] = len(configs) / min(batches)
@@ -67,8 +45,8 @@ def run() -> dict[str, float]:
                 f"(99th percentile {figures[f'{family}_p99_ms']:.2f} ms), "
                 f"in a batch {figures[f'{family}_per_s']:,.0f} configs/s"
             )
-        _full()  # imports
-        figures["full_s"] = min(_full() for _ in range(ROUNDS))
+        full()  # imports
+        figures["full_s"] = min(seconds_of(full) for _ in range(ROUNDS))
     finally:
         torch.set_num_threads(threads)
     figures["median_ms"] = max(figures[f"{family}_median_ms"] for family in FAMILIES)

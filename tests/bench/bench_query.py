@@ -5,16 +5,18 @@ Start reading at `run`; `python tests/bench/bench_query.py [RUNS TELEMETRY]` pri
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
+from timing import seconds_of, timed
 
 import warehouse
 from warehouse.files.compaction import ROW_GROUP_ROWS
@@ -48,21 +50,12 @@ def run(rows_runs: int = 1_000_000, rows_telemetry: int = 20_000_000, repeats: i
         bytes_csv = runs_csv.stat().st_size + telemetry_csv.stat().st_size
         bytes_parquet = sum(path.stat().st_size for path in folder.root.rglob("*.parquet"))
 
-        started = time.perf_counter()
-        connection = warehouse.connect(folder)
-        connect_s = time.perf_counter() - started
-        warehouse_s = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            ours = connection.execute(QUERY).fetchall()
-            warehouse_s.append(time.perf_counter() - started)
-        connection.close()
-        started = time.perf_counter()
-        theirs = from_csv(runs_csv, telemetry_csv)
-        pandas_s = time.perf_counter() - started
-        started = time.perf_counter()
-        from_csv(runs_csv, telemetry_csv, only_needed=True)
-        pandas_needed_s = time.perf_counter() - started
+        connect_s, connection = timed(warehouse.connect, folder)
+        with contextlib.closing(connection):
+            asked = [timed(lambda: connection.execute(QUERY).fetchall()) for _ in range(repeats)]
+        pandas_s, theirs = timed(from_csv, runs_csv, telemetry_csv)
+        pandas_needed_s = seconds_of(partial(from_csv, only_needed=True), runs_csv, telemetry_csv)
+    ours, warehouse_s = asked[-1][1], [seconds for seconds, _ in asked]
 
     assert [row[:3] for row in ours] == [row[:3] for row in theirs], (ours, theirs)
     np.testing.assert_allclose([row[3:] for row in ours], [row[3:] for row in theirs], rtol=1e-9)

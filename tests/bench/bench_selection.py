@@ -1,6 +1,6 @@
 """The cost of choosing what a night measures, out of many candidates with many known rows.
 
-Start reading at `cost`; `python -m tests.bench.bench_selection [CANDIDATES]` prints its figures.
+Start reading at `run`; `python -m tests.bench.bench_selection [CANDIDATES]` prints its figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEVICE = load_device("A100-SXM4-40GB")
 UTILIZATION = ("smact", "smocc", "drama")
 
 
-def cost(n: int) -> dict[str, float]:
+def run(n: int) -> dict[str, float]:
     """Seconds of choosing 500 of `n` CNNs with 2,000 known rows of four labels, all of it: also sampling, forecasts."""
     from omegaconf import OmegaConf
 
@@ -53,4 +53,4 @@ def cost(n: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    cost(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)
+    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+from timing import seconds_of
+
 ROUNDS = 7
 
 
@@ -73,14 +75,8 @@ def run() -> dict[str, float]:
     try:
         mend_torchvision()
         ours(), mem_tracker()  # imports
-        pairs = []
-        for _ in range(ROUNDS):  # alternating: what else the machine does meets both
-            pair = []
-            for measured in (ours, mem_tracker):
-                began = time.perf_counter()
-                measured()
-                pair.append(time.perf_counter() - began)
-            pairs.append(pair)
+        # Alternating: what else the machine does meets both.
+        pairs = [(seconds_of(ours), seconds_of(mem_tracker)) for _ in range(ROUNDS)]
     finally:
         torch.set_num_threads(threads)
     child = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ import datetime
 import math
 import re
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from conf.reports.blocks import Block, Lead, table
@@ -141,47 +141,26 @@ def _pairs(rows: Sequence[Mapping]) -> list[tuple[Mapping, Mapping]]:
 
 def _differences(rows: Sequence[Mapping]) -> dict:
     pairs = _pairs(rows)
+    both_ok = [(a, b) for a, b in pairs if a["status"] == b["status"] == "ok"]
     differences: dict = {"pairs": len(pairs), "same_status": sum(a["status"] == b["status"] for a, b in pairs)}
-    for label in (MEMORY, *OTHERS):
-        values = _of_pairs(pairs, label, lambda a, b: (a - b) / b if b else None)
+    for label in (MEMORY, *OTHERS, *RATIOS):
+        known = [(a[label], b[label]) for a, b in both_ok if a[label] is not None and b[label] is not None]
+        if label in RATIOS:
+            values, within, share = [a - b for a, b in known], 0.02, "share_within_0.02"
+        else:
+            values, within, share = [(a - b) / b for a, b in known if b], 0.01, "share_within_1_percent"
         if values:
-            differences[label] = {
-                "n": len(values),
-                "median": statistics.median(values),
-                "share_within_1_percent": _share(values, 0.01),
-            }
-    for label in RATIOS:
-        values = _of_pairs(pairs, label, lambda a, b: a - b)
-        if values:
-            differences[label] = {
-                "n": len(values),
-                "median": statistics.median(values),
-                "share_within_0.02": _share(values, 0.02),
-            }
+            near = sum(abs(value) <= within for value in values) / len(values)
+            differences[label] = {"n": len(values), "median": statistics.median(values), share: near}
     return differences
-
-
-def _of_pairs(pairs, label: str, difference: Callable) -> list[float]:
-    return [
-        value
-        for a, b in pairs
-        if a["status"] == b["status"] == "ok"
-        and a[label] is not None
-        and b[label] is not None
-        and (value := difference(a[label], b[label])) is not None
-    ]
-
-
-def _share(values: Sequence[float], within: float) -> float:
-    return sum(abs(value) <= within for value in values) / len(values)
 
 
 def _repeatability(rows: Sequence[Mapping]) -> dict:
     """The spread (largest less smallest) of each label over the repeats, relative to the mean but for ratios."""
-    groups: dict[tuple, list[Mapping]] = {}
+    groups: dict[tuple, list[Mapping]] = defaultdict(list)
     for row in rows:
         if row["protocol"] == "adaptive" and row["status"] == "ok":
-            groups.setdefault((row["family"], row["k"]), []).append(row)
+            groups[row["family"], row["k"]].append(row)
     by_label = {}
     for label in (MEMORY, *OTHERS, *RATIOS):
         spreads = []
