@@ -27,6 +27,16 @@ def queue(folder):
         yield queue
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_sweeps(request):
+    """Have dispatchers not read the environment of each of the machine's processes, at their start and end, but in the
+    tests of that."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name != "test_lock.py":
+            patch.setattr("farm.queue.leftovers.sweep_leftovers", lambda: None)
+        yield
+
+
 @pytest.fixture
 def dead():
     """The identity of a process that has ended."""
@@ -74,7 +84,7 @@ def service(explored):
 
     The limits are those of its pages, of which there are tests over HTTP and in a browser.
     """
-    with served(explored.root, "limits.query_s=3", "limits.download_rows=5000", "limits.download_mib=1") as service:
+    with served(explored.root, "limits.query_s=2", "limits.download_rows=5000", "limits.download_mib=1") as service:
         yield service
         everything = psutil.Process(service.process.pid).children(recursive=True)
         assert service.stop() == 0

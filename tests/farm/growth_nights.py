@@ -78,9 +78,9 @@ class Nights:
         for family in {row["family"] for row in rows}:
             self._writer.write_batch([row for row in rows if row["family"] == family])
 
-    def failure(self, status: str, error: str, **changes) -> dict:
+    def failure(self, status: str, error: str | None = None, **changes) -> dict:
         labels = dict.fromkeys(("peak_memory_mib", "smact", "smocc", "drama", "steps"))
-        return self.run_row(status=status, error=error, **labels, **changes)
+        return self.run_row(**{"status": status, "error": error, **labels, **changes})
 
     def step(self, cycle: str, name: str, payload: dict, minutes: float = 1.0) -> None:
         self.journal.start(cycle, name)
@@ -112,27 +112,22 @@ class Nights:
         }
         self.journal.done(cycle, "run", payload)
 
-    def landed(self, cycle: str, findings: Sequence[dict] | None = ()) -> None:
-        """The step `land`; `findings`: of its checks, None for those of the rules themselves."""
-        snapshot = take_snapshot(self.folder, cycle)
+    def landed(self, cycle: str, findings: Sequence[dict] | None = (), frozen: bool = False) -> None:
+        """The step `land`; `findings`: of its checks, None for those of the rules themselves; `frozen`: in a snapshot,
+        which takes as long as all else; without it, the report reads the same rows in the folder."""
         if findings is None:
-            with connect(self.folder, snapshot=cycle) as connection:
+            with connect(self.folder) as connection:
                 findings = [{**vars(one), "examples": list(one.examples)} for one in check(connection)]
-        self.step(
-            cycle,
-            "land",
-            {"snapshot": cycle, "rows": dict(snapshot.rows), "findings": [*findings]},
-        )
+        rows = dict(take_snapshot(self.folder, cycle).rows) if frozen else {"runs": self._written}
+        landed = {"snapshot": cycle if frozen else None, "rows": rows, "findings": [*findings]}
+        self.step(cycle, "land", landed)
 
-    def learned(self, cycle: str, *results: dict) -> None:
-        self.step(cycle, "learn", {"results": list(results)}, minutes=6)
-
-    def night(self, rows: list[dict], *results: dict, findings: Sequence[dict] | None = ()) -> str:
-        """A whole night up to its report, whose step is still open."""
+    def night(self, rows: list[dict], *results: dict, ended: str = "all", **landed) -> str:
+        """A whole night up to its report, whose step is still open; `landed`: as that takes it."""
         cycle = self.begin()
-        self.measured(cycle, rows)
-        self.landed(cycle, findings)
-        self.learned(cycle, *results)
+        self.measured(cycle, rows, ended)
+        self.landed(cycle, **landed)
+        self.step(cycle, "learn", {"results": list(results)}, minutes=6)
         self.journal.start(cycle, "report")
         return cycle
 

@@ -52,9 +52,8 @@ class Served:
 
     def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
         """One request as it is: (status, headers, parsed JSON or bytes)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        with contextlib.closing(connection):
-            authorization = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+        authorization = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)) as connection:
             connection.request(method, path, body, {"content-type": JSON, **authorization, **(headers or {})})
             answer = connection.getresponse()
             content = answer.read()
@@ -90,6 +89,8 @@ class Served:
         self.process.send_signal(number)
         _, self.errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode
+
+    close = stop
 
 
 @contextlib.contextmanager

@@ -134,34 +134,32 @@ def test_a_slowdown_limit_keeps_jobs_apart():
     assert run(trace, "ours", "oracle").collocated > 0 == limited.collocated
 
 
-def test_philly_s_job_log_is_read(tmp_path):
-    def attempt(began, ended, *machines):
-        return {
-            "start_time": began,
-            "end_time": ended,
-            "detail": [{"ip": "m1", "gpus": list(gpus)} for gpus in machines],
-        }
+def read(path, text):
+    """The trace in a file of this text."""
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    return read_trace(str(path), None, seed=0)
 
+
+def attempt(began, ended, *machines):
+    """An attempt of a job of Philly's log, on these GPUs of each machine."""
+    detail = [{"ip": "m1", "gpus": gpus} for gpus in machines]
+    return {"start_time": f"2017-10-07 {began}", "end_time": f"2017-10-07 {ended}", "detail": detail}
+
+
+def of_philly(submitted, *attempts):
+    return {"submitted_time": f"2017-10-07 {submitted}", "attempts": attempts}
+
+
+def test_philly_s_job_log_is_read(tmp_path):
+    several = [attempt("01:01:00", "01:02:00", ["gpu0"]), attempt("01:03:00", "01:13:00", ["gpu0", "gpu1"], ["gpu3"])]
+    unended = {**attempt("01:00:00", "01:00:00", ["gpu0"]), "end_time": "None"}
     jobs = [
-        {
-            "submitted_time": "2017-10-07 01:00:00",
-            "attempts": [
-                attempt("2017-10-07 01:01:00", "2017-10-07 01:02:00", ["gpu0"]),
-                attempt("2017-10-07 01:03:00", "2017-10-07 01:13:00", ["gpu0", "gpu1"], ["gpu3"]),
-            ],
-        },
-        {
-            "submitted_time": "2017-10-07 00:59:00",
-            "attempts": [
-                attempt("2017-10-07 01:00:00", "2017-10-07 01:00:30", ["gpu0"]),
-            ],
-        },
-        {"submitted_time": "2017-10-07 01:00:00", "attempts": []},
-        {"submitted_time": "2017-10-07 01:00:00", "attempts": [attempt("2017-10-07 01:00:00", "None", ["gpu0"])]},
+        of_philly("01:00:00", *several),
+        of_philly("00:59:00", attempt("01:00:00", "01:00:30", ["gpu0"])),
+        of_philly("01:00:00"),
+        of_philly("01:00:00", unended),
     ]
-    path = tmp_path / "a'; echo foo.json"
-    path.write_text(json.dumps(jobs))
-    trace = read_trace(str(path), None, seed=0)
+    trace = read(tmp_path / "a'; echo foo.json", json.dumps(jobs))
     assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 60], [30, 600], [1, 3])
     assert trace.left_out == 2
 
@@ -175,20 +173,17 @@ def test_alibaba_s_task_table_is_read_with_and_without_its_header(tmp_path):
     ]
     header = "job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type"
     for written in (rows, [header, *rows]):
-        path = tmp_path / "pai_task_table.csv"
-        path.write_text("\n".join(written) + "\n")
-        trace = read_trace(str(path), None, seed=0)
+        trace = read(tmp_path / "pai_task_table.csv", "\n".join(written) + "\n")
         assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 100], [10, 850], [1, 2])
 
 
 def test_carma_s_submission_script_is_read(tmp_path):
-    path = tmp_path / "trace.sh"
-    path.write_text(
+    trace = read(
+        tmp_path / "trace.sh",
         "sleep 0\npython /x/src/submit.py --task /x/workloads/resnet2.rad\nsleep 33\n"
         "python /x/src/submit.py --task /x/workloads/resnet18_cifar100_50e_3.rad\nsleep 2\n"
-        "python /x/src/submit.py --task /x/workloads/gpt2_large_2.rad\n"
+        "python /x/src/submit.py --task /x/workloads/gpt2_large_2.rad\n",
     )
-    trace = read_trace(str(path), None, seed=0)
     assert [trace.types[one].name for one in trace.kinds] == ["resnet50-64", "resnet18_cifar-128", "gpt2_large-8"]
     assert list(trace.arrivals_s) == [0, 33, 35] and list(trace.gpus) == [1, 1, 2]
     assert trace.durations_s[1] == pytest.approx(60 * 0.17 * 50)
@@ -209,36 +204,17 @@ def test_carma_s_submission_script_is_read(tmp_path):
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, name, text, part):
-    (tmp_path / name).write_text(text)
     began = time.process_time()
     with pytest.raises(UsageError, match=part):
-        read_trace(str(tmp_path / name), None, seed=0)
+        read(tmp_path / name, text)
     assert time.process_time() - began < 5, "also of long lines"
 
 
 GOOD = {
     ".json": json.dumps(
         [
-            {
-                "submitted_time": "2017-10-07 01:00:00",
-                "attempts": [
-                    {
-                        "start_time": "2017-10-07 01:01:00",
-                        "end_time": "2017-10-07 01:02:00",
-                        "detail": [{"gpus": ["gpu0"]}],
-                    }
-                ],
-            },
-            {
-                "submitted_time": "2017-10-07 01:00:10",
-                "attempts": [
-                    {
-                        "start_time": "2017-10-07 01:01:00",
-                        "end_time": "2017-10-07 01:09:00",
-                        "detail": [{"gpus": ["a", "b"]}],
-                    }
-                ],
-            },
+            of_philly("01:00:00", attempt("01:01:00", "01:02:00", ["gpu0"])),
+            of_philly("01:00:10", attempt("01:01:00", "01:09:00", ["a", "b"])),
         ]
     ),
     ".csv": "job_a,worker,3.0,Terminated,150.0,1000.0,600.0,29.3,50.0,T4\n"
@@ -284,13 +260,11 @@ def malformed(draw, text):
 
 @pytest.mark.parametrize("suffix", GOOD)
 def test_a_malformed_trace_is_refused_in_one_line_or_replayed(tmp_path, suffix):
-    draw, path = random.Random(suffix), tmp_path / f"trace{suffix}"
+    draw, refused = random.Random(suffix), 0
     changed = [malformed(draw, GOOD[suffix]) for _ in range(100)]
-    refused = 0
     for text in changed:
-        path.write_bytes(text.encode(errors="surrogateescape"))
         try:
-            trace = read_trace(str(path), None, seed=0)
+            trace = read(tmp_path / f"trace{suffix}", text)
         except UsageError as error:
             assert "trace" in str(error)
             refused += 1
@@ -313,12 +287,12 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(capsys, tmp_path):
     page = (tmp_path / "replay.html").read_text()
     assert page.count("<svg") == 3 and "ours · ours_bound" in page
     home = DataFolder.resolve(tmp_path / "data").create()
-    code, out, _ = command(capsys, *small, "format=json", f"data={home.root}")
-    figures = json.loads(out)
+    figures = json.loads(command(capsys, *small, "format=json", f"data={home.root}")[1])
     assert sorted(path.suffix for path in (home.root / "replays").iterdir()) == [".html", ".json"]
-    assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
-    assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
-    assert figures["source"] == "simulated" and len(figures["replays"][1]["by_seed"]) == 2
+    first, ours, bound = figures["replays"]
+    assert [one["policy"] for one in (first, ours, bound)] == ["exclusive", "ours", "ours"]
+    assert first["makespan_over_exclusive"]["mean"] == 1
+    assert (figures["source"], len(ours["by_seed"])) == ("simulated", 2)
 
 
 BEST = "shortest makespan: {}ours · ours_bound (0 out of memory)"

@@ -75,13 +75,13 @@ def test_a_group_is_one_task_with_its_members_and_everything_else_is_unreadable(
     wrong = [[], [mlp().to_mapping()], 5 * [mlp().to_mapping()], "x", [1, 2], [mlp().to_mapping(), several]]
     texts = [text_of_task(*group), *(json.dumps({"together": members}) for members in wrong)]
     texts.append(json.dumps({"together": [mlp().to_mapping()] * 2, "family": "mlp"}))
-    submitted(queue, *texts)
-    task, *refused = queue.lease("w", 10, 0.0, 60.0)
+    task, *refused = leased(queue, *texts)
     assert (task.config, task.partners, task.family) == (group[0], group[1:], "mlp")
     assert len(refused) == len(wrong) + 1 and all(isinstance(one, UnreadableTask) for one in refused)
 
 
-def submitted(queue, *texts):
+def leased(queue, *texts):
+    """The tasks of a job of these texts."""
     job = Job(
         job_id="pairs-1",
         family="mixed",
@@ -94,29 +94,28 @@ def submitted(queue, *texts):
         submitted_at=0.0,
     )
     queue.submit(job, enumerate(texts), now=0.0)
+    return queue.lease("w", 10, 0.0, 60.0)
 
 
-def leased(queue):
-    submitted(queue, text_of_task(mlp(), mlp(dropout=0.1)))
-    (task,) = queue.lease("w", 1, 0.0, 60.0)
-    return task
+def a_pair(queue):
+    return leased(queue, text_of_task(mlp(), mlp(dropout=0.1)))[0]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The result of a worker that ran the group of `leased`."""
+    """The result of a worker that ran the group of `a_pair`."""
     with (
         Queue.open(tmp_path_factory.mktemp("group") / "queue.sqlite") as queue,
         contextlib.closing(Worker(SIMULATED, "0", "w")) as worker,
     ):
-        return worker.run(leased(queue))
+        return worker.run(a_pair(queue))
 
 
 def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, result):
-    task = leased(queue)
+    task = a_pair(queue)
     done = accept(Completion(worker="w", task=task, result=result), task).result
-    assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
-    assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
+    parts = [(one.run.run_id[14:], one.collocations is not None) for one in (done, *done.others)]
+    assert parts == [("", True), ("-alone-0", False), ("-alone-1", False), ("-with-1", True)]
     dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), device_key(SIMULATED), Quiet())
     dispatcher._land_run(task, done, "w")
     assert [one.run_id[14:] for one in dispatcher._alone.of(task, "w")] == ["-alone-0", "-alone-1"]
@@ -128,18 +127,14 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, r
 
 
 def test_a_lost_group_lands_a_run_for_each_member(queue):
-    task = leased(queue)
+    task = a_pair(queue)
     lost = lost_run(task, "gone")
-    assert [(one.run.run_id[14:], one.run.status) for one in (lost, *lost.others)] == [
-        ("", "crashed"),
-        ("-with-1", "crashed"),
-    ]
-    assert {one.run.group_id for one in (lost, *lost.others)} == {task.run_id}
+    runs = [(one.run.run_id[14:], one.run.status, one.run.group_id) for one in (lost, *lost.others)]
+    assert runs == [("", "crashed", task.run_id), ("-with-1", "crashed", task.run_id)]
 
 
 def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, result):
-    task = leased(queue)
-    writer = RunWriter(folder)
+    task, writer = a_pair(queue), RunWriter(folder)
     for one in result.others:  # killed before the task's own run landed
         writer.write(one.run, one.telemetry, collocations=one.collocations)
     assert reconcile(folder, queue) == 0
@@ -163,17 +158,15 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
     pairs = ("+collocate=pairs", "arch=[mlp,cnn]", "device=simulated", "window.min_seconds=0.2")
     assert submit(data, *pairs, "n=1") == 0
     assert "1 trials added (new), 1 in all" in capsys.readouterr().out
-    before = ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
+    before = ask(data, "SELECT run_id, finished_at, config, group_id FROM runs")
     assert submit(data, *pairs, "n=2") == 0
     assert "1 trials added (1 were queued before), 2 in all" in capsys.readouterr().out
-    assert set(before) < set(ask(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL"))
-    assert ask(data, "SELECT count(*), count(DISTINCT group_id), min(slowdown) >= 1 FROM collocations") == [
-        (4, 2, True)
-    ]
-    alone = "SELECT count(*), count(DISTINCT config) FROM runs WHERE group_id IS NULL"
-    ((count, distinct),) = ask(data, alone)
-    assert count == distinct, "each config runs alone once"
-    assert findings_of(DataFolder(data)) == []
+    runs = ask(data, "SELECT run_id, finished_at, config, group_id FROM runs")
+    assert set(before) < set(runs)
+    alone = [config for _, _, config, group_id in runs if group_id is None]
+    assert len(alone) == len(set(alone)), "each config runs alone once"
+    groups = ask(data, "SELECT count(*), count(DISTINCT group_id), min(slowdown) >= 1 FROM collocations")
+    assert groups == [(4, 2, True)] and findings_of(DataFolder(data)) == []
 
 
 @pytest.mark.parametrize(
@@ -205,30 +198,14 @@ def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
 
 
 def night(data, *arguments):
-    small = (
-        "cluster=inline",
-        "device=simulated",
-        "families=[mlp]",
-        "pool=12",
-        "policy=stratified",
-        "canaries=skip",
-        "learn.targets=[]",
-    )
-    return cli.run("grow", grow_entry, [*small, f"data={data}", *arguments])
-
-
-def only_cycle(data):
-    (cycle,) = Journal(DataFolder.resolve(data)).cycles()
-    return cycle
-
-
-def states(data, kind):
-    with Queue.open(DataFolder.resolve(data).queue) as queue:
-        return queue.counts(only_cycle(data).job(kind))
+    keys = ("device=simulated", "families=[mlp]", "pool=12", "policy=stratified", "canaries=skip", "learn.targets=[]")
+    return cli.run("grow", grow_entry, ["cluster=inline", *keys, f"data={data}", *arguments])
 
 
 def test_a_night_whose_time_is_up_among_its_pairs_is_done(tmp_path):
-    data = tmp_path / "data"
-    assert night(data, "n=4", "collocate=0.5", "hours=0.00000001") == 0
-    assert only_cycle(data).outcome == "done" and "0 pairs on one device" in only_cycle(data).said
-    assert states(data, "pairs").cancelled == 2
+    folder = DataFolder.resolve(tmp_path / "data")
+    assert night(folder.root, "n=4", "collocate=0.5", "hours=0.00000001") == 0
+    (cycle,) = Journal(folder).cycles()
+    assert cycle.outcome == "done" and "0 pairs on one device" in cycle.said
+    with Queue.open(folder.queue) as queue:
+        assert queue.counts(cycle.job("pairs")).cancelled == 2

@@ -2,9 +2,9 @@
 page. `tests/faults/test_compare_environments.py` runs the command on two environments."""
 
 import datetime
+import itertools
 import json
 import stat
-import sys
 import types
 from pathlib import Path
 
@@ -19,10 +19,12 @@ from farm.comparison import run
 from farm.comparison.pairs import Environment, RunSet, ask_environment, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
+from farm.submission import model_check
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from featurize.memory.replay import replay
 from featurize.trace.tracer import trace_config
+from tests.warehouse.warehouse_rows import run_row
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
@@ -48,15 +50,9 @@ HASHES = [config_hash(config) for config in CONFIGS]
 def land(folder, index, config, **changes):
     """A run of this config."""
     row = {
-        "run_id": f"J-{index:06d}",
-        "job_id": "J",
-        "task_index": index,
-        "attempt": 1,
         "family": config.family,
         "config": json.dumps(config.to_mapping()),
         "config_hash": config_hash(config),
-        "status": "ok",
-        "source": "simulated",
         "device_name": DEVICE,
         "torch_version": "2.12.0",
         "quality": "trusted",
@@ -64,7 +60,7 @@ def land(folder, index, config, **changes):
         "step_time_ms": 4.0,
         "started_at": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
     }
-    RunWriter(folder).write(row | changes, pa.table({"t_ms": [0.0]}))
+    RunWriter(folder).write(run_row(index, **row | changes), pa.table({"t_ms": [0.0]}))
 
 
 @pytest.fixture
@@ -84,15 +80,19 @@ def compare(*arguments, data):
 # ---- runs
 
 
+def compared(before, after, tolerance=0.01, **job):
+    """The comparison of two folders, and its shifts by their labels."""
+    done = compare_runs(*(RunSet(folder=folder, **job) for folder in (before, after)), tolerance)
+    return done, {shift.label: shift for shift in done.shifts}
+
+
 def test_runs_are_paired_by_configuration_and_differences_are_relative_to_before(before, after):
     for index, config in enumerate(CONFIGS):
         land(before, index, config)
         # In another order, under other ids: what ran is what counts.
         land(after, 9 - index, config, peak_memory_mib=1000.0 * (1 + index / 10), step_time_ms=4.0)
-    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.15)
-    memory, step_time = (
-        next(s for s in done.shifts if s.label == name) for name in ("peak_memory_mib", "step_time_ms")
-    )
+    _, shifts = compared(before, after, 0.15)
+    memory, step_time = shifts["peak_memory_mib"], shifts["step_time_ms"]
     assert (memory.pairs, memory.beyond, memory.equal) == (4, 2, 1)
     assert (memory.median, memory.p90, memory.largest) == pytest.approx((0.15, 0.3, 0.3))
     assert (step_time.median, step_time.largest, step_time.equal) == (0.0, 0.0, 4)
@@ -105,8 +105,7 @@ def test_repeated_runs_count_as_their_median_and_untrusted_or_unnamed_ones_not_a
     land(after, 0, CONFIGS[0], peak_memory_mib=1100.0)
     land(after, 3, CONFIGS[1], quality="untrusted", peak_memory_mib=9000.0)
     land(after, 4, CONFIGS[2], config_hash=None)
-    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
-    (memory,) = (shift for shift in done.shifts if shift.label == "peak_memory_mib")
+    memory = compared(before, after)[1]["peak_memory_mib"]
     assert (memory.pairs, memory.median) == (1, pytest.approx(0.1))
 
 
@@ -116,22 +115,20 @@ def test_a_changed_status_has_no_difference_and_what_one_side_alone_has_is_named
         land(before, index, CONFIGS[index])
         land(after, index, CONFIGS[index], **changes)
     land(after, 2, CONFIGS[2])
-    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    done, shifts = compared(before, after)
     (change,) = done.statuses
     assert (change.before, change.after, change.configurations) == ("ok", "crashed", 1)
-    assert change.error == "NotImplementedError: no kernel"
-    assert next(s for s in done.shifts if s.label == "peak_memory_mib").pairs == 1
+    assert change.error == "NotImplementedError: no kernel" and shifts["peak_memory_mib"].pairs == 1
     assert done.alone == ((HASHES[3],), tuple(sorted((HASHES[2], HASHES[3])))), "another device is no partner"
 
 
 def test_only_the_first_n_tasks_of_a_job_are_compared(before, after):
-    for index, config in enumerate(CONFIGS):
-        for folder in (before, after):
-            land(folder, index, config)
+    for folder, index in itertools.product((before, after), range(3)):
+        land(folder, index, CONFIGS[index])
     land(after, 0, CONFIGS[0], run_id="other-000000", job_id="other", peak_memory_mib=1.0)
-    done = compare_runs(*(RunSet(folder=folder, job_id="J", n=2) for folder in (before, after)), 0.01)
+    done, shifts = compared(before, after, job_id="J", n=2)
     assert {pair.key["config_hash"] for pair in done.pairs} == set(HASHES[:2])
-    assert all(shift.largest == 0 for shift in done.shifts)
+    assert all(shift.largest == 0 for shift in shifts.values())
 
 
 # ---- sides
@@ -190,15 +187,15 @@ def test_a_question_that_an_environment_does_not_answer_says_why(ended, words):
 def test_a_traced_step_is_summed_by_operator_and_module_and_the_peak_is_whole():
     config = CONFIGS[0].to_mapping()
     summary = summary_of(config, load_device(DEVICE))
-    operators, modules = summary["operators"], summary["modules"]
-    for figure in ("calls", "moved_mib", "gflops", "ms", "peak_mib"):
-        by_operator = sum(figures[figure] for figures in operators.values())
-        assert by_operator == pytest.approx(sum(figures[figure] for figures in modules.values()))
-        assert by_operator > 0
-    assert summary["dtypes"]["float32"] > 0 and any("batch_norm" in name for name in operators)
+    operators, modules = (
+        {figure: sum(one[figure] for one in summary[kind].values()) for figure in next(iter(summary[kind].values()))}
+        for kind in ("operators", "modules")
+    )
+    shared = ("calls", "moved_mib", "gflops", "ms", "peak_mib")
+    assert all(operators[name] == pytest.approx(modules[name]) and operators[name] > 0 for name in shared)
+    assert summary["dtypes"]["float32"] > 0 and any("batch_norm" in name for name in summary["operators"])
     peak = replay(trace_config(CONFIGS[0], device=(spec := load_device(DEVICE))), spec).peak_parts
-    live = sum(nbytes for kind, nbytes in peak.items() if kind != "workspace") / 2**20
-    assert sum(figures["peak_mib"] for figures in operators.values()) == pytest.approx(live)
+    assert operators["peak_mib"] == pytest.approx(sum(peak.values()) / 2**20 - peak.get("workspace", 0) / 2**20)
 
 
 def record(**operators):
@@ -235,16 +232,13 @@ def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_
         land(after, index, config, torch_version="2.13.0", **({"peak_memory_mib": 1100.0} if index else hostile))
     home, page = tmp_path / "home", tmp_path / "it's.html"
     assert compare(f"before={before.root}", f"after={after.root}", f"report={page}", data=home) == 0
-    out = capsys.readouterr().out
-    assert "4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %" in out
-    assert "step time equal in all" in out and "1 ended otherwise" in out
-    assert "Not compared: operators are traced under an environment" in out and f"page: {page}" in out
-    html = page.read_text()
+    out, html = capsys.readouterr().out, page.read_text()
+    shown = ("4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %", "step time equal in all")
+    shown += ("1 ended otherwise", "Not compared: operators are traced under an environment", f"page: {page}")
+    assert [text for text in shown if text not in out] == []
     assert html.count("<title>" + HASHES[1]) == 2, "a dot in the chart of memory, and in that of step time"
-    assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html
-    report = json.loads(page.with_suffix(".json").read_text())
-    assert report["before"]["versions"]["torch_version"] == ["2.12.0"]
-    assert not home.exists()
+    assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html and not home.exists()
+    assert json.loads(page.with_suffix(".json").read_text())["before"]["versions"]["torch_version"] == ["2.12.0"]
 
 
 def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, capsys):
@@ -274,9 +268,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, argu
 
 
 def test_a_model_that_the_environment_lacks_is_one_line_and_leaves_nothing(before, tmp_path, capsys, monkeypatch):
-    side = Environment(text="env", python=Path(sys.executable), versions={"torch_version": "9.9.9"}, fingerprint="0")
+    """`tests/farm/test_model_check.py` asks the real child, which starts for seconds."""
+    side = Environment(text="env", python=Path("/env/python"), versions={"torch_version": "9.9.9"}, fingerprint="0")
     monkeypatch.setattr(run, "side_of", lambda key, *_: RunSet(folder=before) if key == "before" else side)
+
+    def ask(models, start_server):
+        assert start_server.keywords["python"] == side.python
+        return [f"{model['name']} is not there" for model in models]
+
+    monkeypatch.setattr(model_check, "_ask", ask)
     arch = ["+arch=zoo", "arch.space.model=torch.nn:Nope", "arch.space.inputs='float32[4]'", "arch.space.batch_size=2"]
     home = tmp_path / "home"
     assert compare(f"before={before.root}", "after=env", "n=2", "device=simulated", *arch, data=home) == 2
-    assert "torch.nn has no attribute 'Nope'" in capsys.readouterr().err and not home.exists()
+    assert "torch.nn:Nope is not there" in capsys.readouterr().err and not home.exists()

@@ -136,9 +136,8 @@ def await_runs(executor, queue, count):
 def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
     await_idle(executor, 3)
     assert died.exists(), "a worker whose process dies while it starts is asked again"
-    tasks = [task(index, "ddp=2") for index in range(3)]
-    for worker in executor.idle():
-        executor.submit(worker, tasks.pop(0))
+    for index, worker in enumerate(executor.idle()):
+        executor.submit(worker, task(index, "ddp=2"))
     done, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
     assert [(len(set(gpus)), grouped) for gpus, grouped in map(done.get, range(5))] == [

@@ -1,5 +1,6 @@
 """The durable queue: what is leased, retried, cancelled and finished, and what outlives a killed process."""
 
+import contextlib
 import itertools
 import sqlite3
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import Job, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
+from farm.queue.queue_values import Counts, Job, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
 from featurize.families import get_family
 from tests.surroundings import execute_sql
 from workers.devices import DeviceChoice
@@ -55,9 +56,8 @@ def indices(tasks):
 
 @pytest.fixture
 def path(tmp_path):
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    return folder / "queue.sqlite"
+    (tmp_path / "a'; echo foo").mkdir()
+    return tmp_path / "a'; echo foo" / "queue.sqlite"
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
     assert submit(queue, n=5) == 0
     assert queue.submit(a_job(n=8), configs(8, start=queue.next_index("cnn-1")), 2000.0) == 3
     assert submit(queue, n=2, priority=4) == 0
-    first = queue.job("cnn-1").submitted_at
-    assert queue.counts("cnn-1").queued == 8 and queue.jobs() == [a_job(n=8, priority=4, submitted_at=first)]
+    (job,) = queue.jobs()
+    assert (queue.counts("cnn-1").queued, job) == (8, a_job(n=8, priority=4, submitted_at=job.submitted_at))
     with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
         submit(queue, seed=1)
 
@@ -160,8 +160,7 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
         raise KeyboardInterrupt
 
     interrupted(queue, a_job(n=9000), worked_on())
-    counts = queue.counts("cnn-1")
-    assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
+    assert queue.counts() == Counts(done=1, leased=1, by_status={"ok": 1})
     assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 8998
 
 
@@ -212,11 +211,9 @@ def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
         (task,) = queue.lease("w", 1, attempt * 100.0, LEASE_S)
         assert task.attempt == attempt
         assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == [] == queue.expired(attempt * 100.0 + 59)
-    assert queue.lease("w", 1, 400.0, LEASE_S) == []
-    assert queue.expired(400.0) == queue.expired(500.0) == [task]
+    assert queue.lease("w", 1, 400.0, LEASE_S) == [] and queue.expired(400.0) == queue.expired(500.0) == [task]
     assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0]["error"]
-    assert queue.finish(task, "crashed", 500.0)
-    assert queue.expired(600.0) == [] and queue.pending() == 0
+    assert queue.finish(task, "crashed", 500.0) and queue.expired(600.0) == [] and queue.pending() == 0
 
 
 def test_a_renewed_lease_does_not_expire(queue):
@@ -230,10 +227,8 @@ def test_a_renewed_lease_does_not_expire(queue):
 def test_released_tasks_cost_no_attempt_and_void_leases_one(queue):
     submit(queue, n=2)
     held = queue.lease("w", 2, 0.0, LEASE_S)
-    assert queue.release(held) == 2
-    assert queue.lease("w", 2, 0.0, LEASE_S) == held == queue.leased()
-    assert queue.void_leases() == 2
-    assert [task.attempt for task in queue.lease("w", 2, 1.0, LEASE_S)] == [2, 2]
+    assert queue.release(held) == 2 and queue.lease("w", 2, 0.0, LEASE_S) == held == queue.leased()
+    assert queue.void_leases() == 2 and [task.attempt for task in queue.lease("w", 2, 1.0, LEASE_S)] == [2, 2]
 
 
 # Finishing
@@ -241,14 +236,13 @@ def test_released_tasks_cost_no_attempt_and_void_leases_one(queue):
 
 def test_a_late_holder_finishes_and_the_second_drops_its_result(queue):
     submit(queue, n=1)
-    (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
-    (second,) = queue.lease("w", 1, 100.0, LEASE_S)
+    (late,), (second,) = (queue.lease("w", 1, now, LEASE_S) for now in (0.0, 100.0))
     assert queue.retry(late, 105.0, "lost") and queue.release([late]) == 0, "the present holder is not disturbed"
     assert not queue.repeat(late, 105.0, "labels not trusted")
     assert queue.counts().leased == 1 and queue.finish(late, "ok", 110.0)
     assert not queue.finish(second, "ok", 120.0)
     assert queue.retry(second, 120.0, "lost"), "nothing left to do: the task is done"
-    assert queue.counts().by_status == {"ok": 1}
+    assert queue.counts() == Counts(done=1, by_status={"ok": 1})
 
 
 def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(queue):
@@ -271,11 +265,10 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
 def test_mark_done_takes_runs_that_are_durable_already(queue):
     submit(queue, n=4)
     (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-    assert queue.mark_done("cnn-1", {0: "ok", 2: "oom"}) == 2
-    assert queue.mark_done("cnn-1", {0: "crashed", 2: "oom"}) == 0
+    assert [queue.mark_done("cnn-1", {0: status, 2: "oom"}) for status in ("ok", "crashed")] == [2, 0]
     assert not queue.finish(task, "ok", 1.0)
     assert indices(queue.lease("w", 9, 1.0, LEASE_S)) == [("cnn-1", 1), ("cnn-1", 3)]
-    assert queue.counts().by_status == {"ok": 1, "oom": 1}
+    assert queue.counts() == Counts(leased=2, done=2, by_status={"ok": 1, "oom": 1})
 
 
 # Cancelling
@@ -291,8 +284,7 @@ def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
     queue.release([released])
     assert not queue.may_repeat(running) and queue.finish(running, "ok", 2.0)
     assert queue.lease("w", 9, 100.0, LEASE_S) == [] == queue.expired(100.0), "nor is an expired lease"
-    counts = queue.counts("cnn-1")
-    assert (counts.done, counts.cancelled, counts.pending) == (1, 4, 0)
+    assert queue.counts() == Counts(done=1, cancelled=4, by_status={"ok": 1})
     assert queue.progress(2.0)[0].state == "cancelled"
     assert submit(queue, n=5) == 0
     assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
@@ -306,7 +298,7 @@ def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue, path):
         yield from configs(3000, start=2000)
 
     queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
-    assert (queue.counts().pending, queue.counts().cancelled) == (0, 3000)
+    assert queue.counts() == Counts(cancelled=3000)
 
 
 @pytest.mark.parametrize("method", ["counts", "job", "errors", "pending"])
@@ -321,49 +313,43 @@ def test_an_unknown_job_lists_the_known_ones(queue, method):
 
 def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
     submit(queue, n=30)
-    now = 1000.0
-    assert queue.progress(now)[0].state == "queued"
-    for _ in range(10):
-        (task,) = queue.lease("w", 1, now, LEASE_S)
-        queue.finish(task, "ok", now)
-        now += 2.0
-    (progress,) = queue.progress(now)
+    assert queue.progress(1000.0)[0].state == "queued"
+    for finished in range(10):
+        (task,) = queue.lease("w", 1, 1000.0 + 2 * finished, LEASE_S)
+        queue.finish(task, "ok", 1000.0 + 2 * finished)
+    (progress,) = queue.progress(1020.0)
     assert (progress.rate_per_s, progress.eta_s) == pytest.approx((9 / 20, 20 / (9 / 20)))
 
 
 # Files
 
 
-def test_a_newer_queue_is_refused_by_name(path):
+def newer(path):
     Queue.open(path).close()
     execute_sql(path, "PRAGMA user_version = 99")
-    with pytest.raises(EnvironmentProblem, match=r"newer version .*99"):
+
+
+NO_QUEUES = {
+    "of a newer version": (newer, EnvironmentProblem, r"newer version .*99"),
+    "no database": (lambda path: path.write_text("no database" * 200), EnvironmentProblem, "not a queue"),
+    "another's": (lambda path: execute_sql(path, "CREATE TABLE x (y)"), UsageError, "not a queue of this project"),
+    "in no folder": (lambda path: path.parent.rmdir(), UsageError, "does not exist"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "words"), NO_QUEUES.values(), ids=NO_QUEUES)
+def test_what_is_no_queue_is_refused(path, make, error, words):
+    make(path)
+    with pytest.raises(error, match=words):
         Queue.open(path)
-
-
-def test_what_is_no_queue_is_refused(path):
-    path.write_text("this is no database, and long enough to be told from an empty file" * 20)
-    with pytest.raises(EnvironmentProblem, match="not a queue"):
-        Queue.open(path)
-    path.unlink()
-    execute_sql(path, "CREATE TABLE notes (text)")
-    with pytest.raises(UsageError, match="not a queue of this project"):
-        Queue.open(path)
-
-
-def test_a_missing_folder_is_a_usage_error(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
-        Queue.open(tmp_path / "nowhere" / "queue.sqlite")
 
 
 def test_a_queue_held_for_too_long_says_so(path):
     with Queue.open(path), Queue.open(path, busy_timeout_s=0.0) as second:
-        holder = sqlite3.connect(path, isolation_level=None)
-        holder.execute("BEGIN IMMEDIATE")
-        with pytest.raises(EnvironmentProblem, match="held by another process"):
-            submit(second)
-        holder.execute("ROLLBACK")
-        holder.close()
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+            holder.execute("BEGIN IMMEDIATE")
+            with pytest.raises(EnvironmentProblem, match="held by another process"):
+                submit(second)
         assert submit(second) == 5
 
 
@@ -380,41 +366,33 @@ def test_a_full_disk_is_an_os_error_with_its_errno_and_undoes_the_whole_chunk(qu
 # Several processes, and killed ones
 
 
-def start(code, path, **kwargs):
+def start(code, path, processes=1):
+    """Run the code in so many processes with the queue open, forks of one, as imports take longer than all else."""
     preamble = (
-        "import sys, itertools\n"
+        "import os, sys\n"
         "from farm.queue.jobs import Job, Queue\n"
-        "def say(*words): print(*words, flush=True)\n"
+        "def say(word): os.write(1, f'{word}\\n'.encode())\n"
+        f"all(os.fork() for _ in range({processes - 1}))\n"
         "queue = Queue.open(sys.argv[1])\n"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", preamble + code, str(path)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-        **kwargs,
-    )
+    command = [sys.executable, "-c", preamble + code, str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
 
 
 def test_two_processes_at_once_never_get_the_same_task(queue, path):
-    submit(queue, n=600)
+    submit(queue, n=300)
     code = (
-        "sys.stdin.readline()\n"
+        "sys.stdin.read()\n"  # until both are there
         "while tasks := queue.lease('w', 3, 0.0, 60.0):\n"
         "    for task in tasks: say(task.task_index); queue.finish(task, 'ok', 1.0)\n"
     )
-    both = [start(code, path) for _ in range(2)]
-    for process in both:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    taken = [[int(line) for line in process.communicate()[0].split()] for process in both]
-    assert sorted(itertools.chain(*taken)) == list(range(600))
-    assert queue.counts().by_status == {"ok": 600}
+    taken, _ = start(code, path, processes=2).communicate()
+    assert sorted(map(int, taken.split())) == list(range(300))
+    assert queue.counts().by_status == {"ok": 300}
 
 
 def test_processes_that_create_the_same_queue_at_once_all_succeed(path):
-    all_of_them = [start("say(queue.next_index('x'))", path) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in all_of_them] == ["0"] * 3
+    assert start("say(queue.next_index('x'))", path, processes=3).communicate()[0].split() == ["0"] * 3
 
 
 def test_a_killed_submission_is_completed_by_the_same_one(path):
@@ -425,10 +403,9 @@ def test_a_killed_submission_is_completed_by_the_same_one(path):
         "queue.submit(Job(job_id='cnn-1', family='cnn', space_json='{}', n=9000, seed=0, policy='stratified',\n"
         '    settings_json=\'{"window":"fixed"}\', submitted_at=1000.0), configs(), 0.0)\n'
     )
-    process = start(code, path)
-    assert process.stdout.readline() == "half\n"
-    process.kill()
-    process.communicate()
+    with start(code, path) as process:
+        assert process.stdout.readline() == "half\n"
+        process.kill()
     with Queue.open(path) as queue:
         assert queue.progress(0.0)[0].state == "submitting" and queue.counts().queued == 4000
         assert submit(queue, n=9000) == 5000 and queue.progress(0.0)[0].state == "queued"

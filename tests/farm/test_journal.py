@@ -21,8 +21,7 @@ from farm.nights.journal import (
 
 
 class Clock:
-    def __init__(self):
-        self.now = datetime.datetime(2026, 11, 20, 1, 30, tzinfo=datetime.UTC)
+    now = datetime.datetime(2026, 11, 20, 1, 30, tzinfo=datetime.UTC)
 
     def __call__(self):
         self.now += datetime.timedelta(seconds=1)
@@ -39,8 +38,8 @@ def test_a_cycle_is_read_back_as_it_was_written(journal):
     journal.start(cycle.name, "canaries")
     cycle = journal.done(cycle.name, "canaries", {"verdict": "first"})
     assert (cycle.name, cycle.token, cycle.settings) == ("2026-11-20", "0a1b2c3d", {"n": 5})
-    assert cycle.open and cycle.done("canaries") == {"verdict": "first"} and cycle.steps["canaries"].seconds == 1.0
-    assert cycle.done("choose") is None
+    assert (cycle.done("canaries"), cycle.done("choose")) == ({"verdict": "first"}, None)
+    assert cycle.open and cycle.steps["canaries"].seconds == 1.0
     ended = journal.end(cycle.name, "done", "all went well")
     assert not ended.open and journal.cycles() == [ended]
 
@@ -57,9 +56,8 @@ def test_what_json_cannot_say_is_refused_and_a_clock_that_is_put_back_gives_no_t
 
 
 def test_a_name_is_the_days_first_that_nobody_has(journal):
-    assert journal.begin({}, "a", ["2026-11-20"]).name == "2026-11-20.2"
-    assert journal.begin({}, "b").name == "2026-11-20"
-    assert journal.begin({}, "c").name == "2026-11-20.3"
+    names = [journal.begin({}, "a", taken).name for taken in (["2026-11-20"], [], [])]
+    assert names == ["2026-11-20.2", "2026-11-20", "2026-11-20.3"]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 30])

@@ -38,7 +38,7 @@ def runtime(tmp_path, monkeypatch):
 
 def record_of(runtime, dispatcher, processes):
     folder = runtime / "gpufarm-ray-1"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
     (folder / "owner").write_text(dispatcher)
     (folder / "processes").write_text(json.dumps(processes))
     return folder
@@ -63,27 +63,21 @@ def test_what_the_users_own_record_names_is_ended_and_the_record_goes(folder, ru
 
 
 def test_the_record_of_a_dispatcher_that_runs_is_left_alone(runtime):
-    with waiting_process() as other, waiting_process() as worker:
-        records = record_of(runtime, identity(other.pid), [identity(worker.pid)])
-        assert worker.pid not in sweep_orphans()
-        assert list(records.iterdir())
+    with waiting_process() as worker:
+        records = record_of(runtime, identity(os.getpid()), [identity(worker.pid)])
+        assert worker.pid not in sweep_orphans() and list(records.iterdir())
 
 
 def test_a_record_in_a_folder_that_others_may_write_to_proves_nothing(runtime, dead):
     with waiting_process() as innocent:
-        records = record_of(runtime, dead, [identity(innocent.pid)])
-        records.chmod(0o770)
+        record_of(runtime, dead, [identity(innocent.pid)]).chmod(0o770)
         assert innocent.pid not in sweep_orphans()
 
 
-def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
+def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime, dead):
+    pid, start, where = dead.split("@")
     with waiting_process() as innocent:
-        with waiting_process() as dispatcher:
-            marker = identity(dispatcher.pid)
-            earlier = identity(innocent.pid)
-        pid, start, where = marker.split("@")
-        later = f"{pid}@{int(start) + 10_000_000}@{where}"
-        record_of(runtime, later, [earlier])
+        record_of(runtime, f"{pid}@{int(start) + 10_000_000}@{where}", [identity(innocent.pid)])
         assert innocent.pid not in sweep_orphans()
 
 
@@ -99,18 +93,16 @@ def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
 def test_a_marker_that_is_none_ends_nothing(runtime, dead, marker):
     where = dead.rpartition("@")[2]
     with waiting_process(**{SESSION_VARIABLE: marker.format(where=where)}) as innocent:
-        assert innocent.pid not in sweep_orphans()
-        assert innocent.poll() is None
+        assert innocent.pid not in sweep_orphans() and innocent.poll() is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
 def test_a_process_of_another_user_is_left_alone(runtime, dead):
     with subprocess.Popen(["sleep", "60"], user=65534, env={SESSION_VARIABLE: dead}) as other:
-        try:
-            assert other.pid not in sweep_orphans()
-            assert other.poll() is None
-        finally:
-            other.kill()
+        swept = sweep_orphans()
+        ended = other.poll()
+        other.kill()
+    assert other.pid not in swept and ended is None
 
 
 # The locks' files
@@ -134,29 +126,33 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left_as_it_was
     assert target.read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
-def test_a_lock_that_is_no_plain_file_is_refused_without_waiting(folder, runtime, kind):
-    path = folder.dispatcher_lock
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        try:
-            os.mknod(path, 0o020666, os.makedev(1, 3))
-        except PermissionError:
-            pytest.skip("only root can make a device")
-    with pytest.raises(EnvironmentProblem, match="is not a plain file"), hold_dispatcher_lock(path):
-        pass
+def make_device(path):
+    try:
+        os.mknod(path, 0o020666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root can make a device")
 
 
-def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(folder, runtime, tmp_path):
-    target = tmp_path / "precious"
-    target.write_text("mine")
-    os.link(target, folder.dispatcher_lock)
-    with pytest.raises(EnvironmentProblem, match="is a hard link"), hold_dispatcher_lock(folder.dispatcher_lock):
+def link_to_precious(path):
+    (path.parent / "precious").write_text("mine")
+    os.link(path.parent / "precious", path)
+
+
+NO_LOCKS = {
+    "fifo": (os.mkfifo, "is not a plain file"),
+    "folder": (os.mkdir, "is not a plain file"),
+    "device": (make_device, "is not a plain file"),
+    "hard link": (link_to_precious, "is a hard link"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NO_LOCKS.values(), ids=NO_LOCKS)
+def test_a_lock_that_is_no_plain_file_of_its_own_is_refused_without_waiting(folder, runtime, make, words):
+    path, precious = folder.dispatcher_lock, folder.locks / "precious"
+    make(path)
+    with pytest.raises(EnvironmentProblem, match=words), hold_dispatcher_lock(path):
         pass
-    assert target.read_text() == "mine"
+    assert not precious.exists() or precious.read_text() == "mine", "what it leads to is left as it was"
 
 
 GARBAGE = {
@@ -198,8 +194,7 @@ def folder_of(base, owner, name="gpufarm-trial-1"):
 
 def test_the_folder_of_a_dead_process_goes_whatever_its_age(base, dead):
     path = folder_of(base, dead)
-    assert sweep_folders([base], now=0.0) == [path]
-    assert not path.exists()
+    assert sweep_folders([base], now=0.0) == [path] and not path.exists()
 
 
 def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_their_age(base, dead):
@@ -217,8 +212,7 @@ def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_t
 def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(base, owner):
     path = folder_of(base, owner)
     made = path.stat().st_mtime
-    assert sweep_folders([base], now=made + DAY_S - 60) == []
-    assert sweep_folders([base], now=made + DAY_S + 60) == [path]
+    assert [sweep_folders([base], now=made + DAY_S + seconds) for seconds in (-60, 60)] == [[], [path]]
 
 
 def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(base, dead, monkeypatch):

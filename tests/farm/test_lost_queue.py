@@ -42,11 +42,8 @@ def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(fol
         compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit_job(fresh, 8)
-        assert reconcile(folder, fresh) == 6
-        assert reconcile(folder, fresh) == 0
-        executor, _ = work(folder, fresh)
-        assert [index for _, index, _ in executor.handed_out] == [6, 7]
-        assert fresh.counts().by_status == {"ok": 8}
+        assert (reconcile(folder, fresh), reconcile(folder, fresh)) == (6, 0)
+        assert work(folder, fresh)[0].indexes() == [6, 7] and fresh.counts().by_status == {"ok": 8}
     assert rows(folder) == (8, 8)
 
 
@@ -76,9 +73,8 @@ def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder,
     texts = ["no json", "{}", '{"family": 3}', '{"family": "mlp", "batch_size": 0}', '{"family": "../up"}']
     submit_texts(queue, texts, family=MIXED_FAMILY)
     work(folder, queue)
-    assert queue.counts().by_status == {"invalid": 5}
-    families = [family for (family,) in ask(folder, "SELECT family FROM runs ORDER BY task_index")]
-    assert families == ["mixed", "mixed", "mixed", "mlp", "mixed"]
+    rows = ask(folder, "SELECT status, family FROM runs ORDER BY task_index")
+    assert rows == [("invalid", family) for family in ("mixed", "mixed", "mixed", "mlp", "mixed")]
     with lose(folder, queue) as fresh:
         submit_texts(fresh, texts, family=MIXED_FAMILY)
         assert reconcile(folder, fresh) == 5
@@ -88,8 +84,7 @@ def test_lost_runs_are_queued_again_with_all_attempts_unless_their_job_was_cance
     submit(queue, 4)
     work(folder, queue)
     assert (queue.requeue(JOB, [1, 3, 99]), queue.requeue(JOB, [1, 3])) == (2, 0)
-    executor, _ = work(folder, queue)
-    assert executor.handed_out == [(JOB, 1, 1), (JOB, 3, 1)]
+    assert work(folder, queue)[0].handed_out == [(JOB, 1, 1), (JOB, 3, 1)]
     queue.cancel(JOB, 0.0)
     assert (queue.requeue(JOB, [1]), queue.counts().cancelled) == (1, 1)
     submit(queue, 4)
@@ -102,8 +97,7 @@ def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, q
     compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit(fresh, 6)
-        executor, _ = work(folder, fresh)  # without reconciling
-        assert len(executor.handed_out) == 6
+        assert len(work(folder, fresh)[0].handed_out) == 6  # without reconciling
     assert rows(folder) == (6, 6)
     assert [path.name[:6] for path in folder.partition("runs", "mlp").glob("*.parquet")] == ["merged"]
 
@@ -119,9 +113,7 @@ def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_
     lose(folder, current).close()
     shutil.copy(tmp_path / "older", folder.queue)
     with Queue.open(folder.queue) as older:
-        assert reconcile(folder, older) == 6
-        executor, _ = work(folder, older)
-        assert executor.handed_out == []
+        assert reconcile(folder, older) == 6 and work(folder, older)[0].handed_out == []
     assert rows(folder) == (6, 6)
 
 
@@ -135,9 +127,7 @@ def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
     assert run("status", status.entry, [f'data="{folder.root}"']) == 0
     assert "6 runs of 1 job in" in capsys.readouterr().out
     folder.queue.unlink()
-    assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["runs_unknown"] == {JOB: 6} and report["runs_gone"] == {}
+    assert gone_and_unknown(folder, capsys) == ({}, {JOB: 6})
 
 
 def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
@@ -146,6 +136,11 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
     queue.requeue(JOB, [1, 4])
     for index in (2, 3):  # also their sum is the same
         (folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet").unlink()
+    assert gone_and_unknown(folder, capsys) == ({JOB: 2}, {JOB: 2})
+
+
+def gone_and_unknown(folder, capsys):
+    """The runs that status counts as gone, and as unknown to the queue."""
     assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["runs_gone"], report["runs_unknown"]) == ({JOB: 2}, {JOB: 2})
+    return report["runs_gone"], report["runs_unknown"]

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_dispatch import Clock, ScriptedExecutor, result_of, submit
+from test_dispatch import Clock, ScriptedExecutor, submit
 
 from conf.cli import command_line as cli
 from farm import submit as submit_module
@@ -11,7 +11,6 @@ from farm.dispatch import working as work_module
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reason_of, work
 from tests.warehouse.warehouse_rows import ask
-from workers.task import RunResult
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/trial.py", line 3, in run
@@ -36,14 +35,12 @@ class Executor(ScriptedExecutor):
         return [self._ended(completion) for completion in super().wait(timeout_s)]
 
     def _ended(self, completion):
-        task = completion.task
+        task, result = completion.task, completion.result
         those = self._statuses.get(task.job_id, ["invalid"])
         status = those.pop(0) if len(those) > 1 else those[0]
         error = None if status == "ok" else self._errors[task.task_index % len(self._errors)]
-        run = dataclasses.replace(result_of(task, "ok").run, status=status, error=error)
-        return type(completion)(
-            worker=completion.worker, task=task, result=RunResult(run=run, telemetry=completion.result.telemetry)
-        )
+        run = dataclasses.replace(result.run, status=status, error=error)
+        return dataclasses.replace(completion, result=dataclasses.replace(result, run=run))
 
 
 @pytest.fixture
@@ -57,12 +54,15 @@ def run(folder, queue, monkeypatch):
     return run
 
 
+def error_lines(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+
+
 def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_and_1(queue, run, capsys):
     submit(queue, 5, "mlp-00000001")
     errors = ("TypeError: rare", TRACEBACK, TRACEBACK)
     assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
-    error_text = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert error_text == [
+    assert error_lines(capsys) == [
         "error: mlp-00000001: every trial that ran failed (crashed 3, invalid 1, timeout 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
@@ -123,6 +123,6 @@ def test_submitting_a_job_that_always_fails_exits_with_1_and_says_why(tmp_path, 
     monkeypatch.setattr(work_module, "make_executor", lambda *_: Executor({}, NO_LUCK))
     command = ["+arch=mlp", "n=2", "cluster=inline", "device=simulated", f"data={tmp_path / 'data'}"]
     assert cli.run("submit", submit_module.entry, command) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    (line,) = error_lines(capsys)
     assert "every trial that ran failed (invalid 2)" in line and "no luck" in line
     assert ask(tmp_path / "data", "SELECT status, count(*) FROM runs GROUP BY ALL") == [("invalid", 2)]

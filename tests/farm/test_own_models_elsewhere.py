@@ -40,11 +40,8 @@ def data(tmp_path, monkeypatch):
     writer = RunWriter(folder)
     labelled = runs_of(make_configs(ROWS), job="own", statuses=["ok"] * ROWS)
     for index, run in enumerate(labelled):
-        config = json.dumps(own(2**index))
-        writer.write(
-            run | {"family": "zoo", "config": config, "config_hash": f"own-{index}"},
-            pa.table({"t_ms": pa.array([], pa.float64())}),
-        )
+        of_zoo = {"family": "zoo", "config": json.dumps(own(2**index)), "config_hash": f"own-{index}"}
+        writer.write(run | of_zoo, pa.table({"t_ms": pa.array([], pa.float64())}))
     return folder
 
 

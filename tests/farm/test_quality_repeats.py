@@ -11,8 +11,7 @@ from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
-from tests.warehouse.warehouse_rows import ask
-from warehouse.files.compaction import CompactionSettings, compact
+from tests.warehouse.warehouse_rows import ask, compact_at
 from warehouse.files.writer import RunWriter
 from workers.task import RunResult
 
@@ -51,27 +50,20 @@ def work(folder, queue, outcomes=None):
     return executor
 
 
-def runs(folder):
-    return ask(folder, "SELECT run_id, attempt, quality, final FROM runs ORDER BY ALL")
-
-
-def attempts(folder):
-    return ask(folder, "SELECT run_id, attempt, quality, final FROM attempts ORDER BY ALL")
+def landed(folder, view):
+    return ask(folder, f"SELECT run_id, attempt, quality, final FROM {view} ORDER BY ALL")
 
 
 def test_an_untrusted_run_is_kept_and_its_task_repeated_and_readers_see_it_once(folder, queue):
     submit(queue, 2)
     executor = work(folder, queue, {1: ["untrusted"]})
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (1, 2)]
-    first, second = ("mlp-00000001-000000", 1, "trusted", True), ("mlp-00000001-000001", 2, "trusted", True)
-    assert runs(folder) == [first, second]
-    assert attempts(folder) == [first, second, ("mlp-00000001-000001-a1", 1, "untrusted", False)]
-    assert queue.counts().by_status == {"ok": 2}
-    assert "other_process" in queue.errors("mlp-00000001")[0]["error"]
-    samples = ask(
-        folder, "SELECT run_id, count(*) FROM telemetry JOIN attempts USING (run_id) GROUP BY ALL ORDER BY ALL"
-    )
-    assert [row for row in samples if row[0].startswith(second[0])] == [(second[0], 2), ("mlp-00000001-000001-a1", 2)]
+    kept = [("mlp-00000001-000000", 1, "trusted", True), ("mlp-00000001-000001", 2, "trusted", True)]
+    assert landed(folder, "runs") == kept
+    assert landed(folder, "attempts") == [*kept, ("mlp-00000001-000001-a1", 1, "untrusted", False)]
+    assert queue.counts().by_status == {"ok": 2} and "other_process" in queue.errors("mlp-00000001")[0]["error"]
+    samples = ask(folder, "SELECT run_id, count(*) FROM telemetry GROUP BY ALL ORDER BY ALL")
+    assert samples == [(f"mlp-00000001-{index}", 2) for index in ("000000", "000001", "000001-a1")]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +73,8 @@ def test_an_untrusted_run_is_kept_and_its_task_repeated_and_readers_see_it_once(
 def test_what_stays_untrusted_is_repeated_as_often_as_its_job_says_and_lands_as_it_is(folder, queue, settings, repeats):
     submit(queue, 1, **settings)
     executor = work(folder, queue, {0: ["untrusted"] * 9})
-    assert len(executor.handed_out) == len(attempts(folder)) == 1 + repeats
-    assert runs(folder) == [("mlp-00000001-000000", 1 + repeats, "untrusted", True)]
+    assert len(executor.handed_out) == len(landed(folder, "attempts")) == 1 + repeats
+    assert landed(folder, "runs") == [("mlp-00000001-000000", 1 + repeats, "untrusted", True)]
 
 
 def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
@@ -92,7 +84,7 @@ def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
         (0, 3, "ok", "untrusted"),
         (1, 3, "crashed", None),
     ]
-    assert [row[0][-2:] for row in attempts(folder) if row[3] is False] == ["a2", "a1"]
+    assert [row[0][-2:] for row in landed(folder, "attempts") if row[3] is False] == ["a2", "a1"]
 
 
 OUTCOMES = ("trusted", "suspect", "untrusted", "untrusted", "lost")
@@ -143,8 +135,8 @@ def test_attempts_are_merged_and_still_count(folder, queue):
     assert dispatching._land_for_repeat(task, judged(task, "untrusted"))
     queue.void_leases()
     work(folder, queue)
-    before = attempts(folder)
+    before = landed(folder, "attempts")
     for hours in (0, 2):
-        assert compact(folder, now_s=4e9 + 3600 * hours, settings=CompactionSettings(min_files=2)).problems == []
-        assert attempts(folder) == before and len(runs(folder)) == 2
+        assert compact_at(folder, hours).problems == []
+        assert landed(folder, "attempts") == before and len(landed(folder, "runs")) == 2
     assert RunWriter(folder).has_landed("mlp", "mlp-00000001-000000-a1")

@@ -23,14 +23,14 @@ def disk(tmp_path):
         yield path
 
 
-def make(root):
-    """A data folder with a job, its last changes still in the queue's log."""
+def made(root):
+    """A data folder with a job."""
     folder = DataFolder.resolve(root).create()
-    queue = Queue.open(folder.queue)
-    submit(queue, 5)
-    (task,) = queue.lease("w", 1, 0.0, 60.0)
-    queue.finish(task, "ok", 1.0)
-    return folder, queue
+    with Queue.open(folder.queue) as queue:
+        submit(queue, 5)
+        (task,) = queue.lease("w", 1, 0.0, 60.0)
+        queue.finish(task, "ok", 1.0)
+    return folder
 
 
 def read_only(path):
@@ -61,10 +61,9 @@ def test_status_answers_on_a_read_only_disk_with_the_last_changes(disk, capfd):
 
 
 def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
-    folder, queue = make(disk / "data")
-    queue.close()
+    folder = made(disk / "data")
     read_only(disk)
-    arguments = ["dry_run=true", "n=1", "families=[mlp]", "policy=uniform", "device=simulated"]
+    arguments = ["dry_run=true", "n=1", "families=[mlp]", "pool=20", "policy=uniform", "device=simulated"]
     assert run("grow", grow.entry, [f'data="{folder.root}"', *arguments]) == 0
     out, err = capfd.readouterr()
     assert "nothing was run or written" in out and "reading a copy of the queue" in err
@@ -72,8 +71,7 @@ def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatch):
-    folder, queue = make(tmp_path / "data")
-    queue.close()
+    folder = made(tmp_path / "data")
     for path in (tmp_path, *tmp_path.parents):
         if "pytest-of-" in str(path):
             path.chmod(0o755)
@@ -97,9 +95,7 @@ def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatc
 
 def fill(disk, left):
     """Leave `left` bytes on the disk."""
-    room = shutil.disk_usage(disk).free - left
-    with open(disk / "filler", "wb") as filler:
-        filler.write(bytes(room))
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
 
 
 @pytest.mark.slow
@@ -134,8 +130,7 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
 
 
 def test_a_full_disk_is_called_full_whatever_sqlite_says(disk):
-    folder, queue = make(disk / "data")
-    queue.close()
+    folder = made(disk / "data")
     fill(disk, 0)
     with pytest.raises(QueueError, match="No space left on device"), Queue.open(folder.queue) as queue:
         submit(queue, 2000, "mlp-00000002")

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +25,6 @@ from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
-from warehouse.files import plain_file
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.damage import set_aside
@@ -58,11 +59,19 @@ def ran(folder, four_runs):
     return folder
 
 
-def with_samples(folder, indexes):
+def run_file(folder, index, kind="runs"):
+    return folder.partition(kind, "mlp") / f"{JOB}-{index:06d}.parquet"
+
+
+def with_samples(folder, indexes, *details):
     for index in indexes:
-        path = folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet"
-        (row,) = pq.ParquetFile(path).read().to_pylist()
-        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}))
+        (row,) = pq.ParquetFile(run_file(folder, index)).read().to_pylist()
+        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}), *details)
+
+
+def doctored(folder, *keys):
+    """The exit code of the command that repairs a folder."""
+    return run("doctor", doctor.entry, [f'data="{folder.root}"', "repair=true", *keys])
 
 
 def counts(folder):
@@ -98,10 +107,6 @@ def is_well_after(folder, queue, indexes):
     return is_well(folder, queue)
 
 
-def tear_a_run(folder):
-    one(folder, "runs", f"{JOB}-000003.parquet").write_bytes(b"garbage")
-
-
 def flip_a_job_file(folder):
     RunWriter(folder).write_job({"job_id": JOB, "family": "mlp", "submitted_at": 0.0})
     flip(folder.jobs / f"{JOB}.parquet")
@@ -118,9 +123,9 @@ def lose_the_listing(folder):
 
 # what happened -> (hours of the compactions before it, what it does, files that go aside, lines, runs that run again)
 DAMAGES = {
-    "a run is torn": ((), tear_a_run, 1, [], [3]),
-    "a run has a flipped bit": ((), lambda folder: flip(one(folder, "runs", f"{JOB}-000003.parquet")), 1, [], [3]),
-    "a run is deleted": ((), lambda folder: one(folder, "runs", f"{JOB}-000003.parquet").unlink(), 0, [], [3]),
+    "a run is torn": ((), lambda folder: run_file(folder, 3).write_bytes(b"garbage"), 1, [], [3]),
+    "a run has a flipped bit": ((), lambda folder: flip(run_file(folder, 3)), 1, [], [3]),
+    "a run is deleted": ((), lambda folder: run_file(folder, 3).unlink(), 0, [], [3]),
     "a merged file whose sources are there": ((0,), lambda folder: flip(one(folder, "runs")), 2, [], []),
     "a merged file alone: samples go, too": ((0, 2), lambda folder: flip(one(folder, "runs")), 4, [], range(N)),
     "a merged file is gone": ((0, 2), lambda folder: one(folder, "runs").unlink(), 3, [], range(N)),
@@ -131,7 +136,16 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("hours", "damage", "moved", "lines", "lost"), DAMAGES.values(), ids=DAMAGES)
+MORE_OF_A_KIND = ("a run is torn", "a listing of samples")
+
+
+@pytest.mark.parametrize(
+    ("hours", "damage", "moved", "lines", "lost"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.wide] * (name in MORE_OF_A_KIND))
+        for name, case in DAMAGES.items()
+    ],
+)
 def test_what_is_damaged_goes_aside_and_what_is_lost_runs_again(ran, queue, hours, damage, moved, lines, lost):
     for after in hours:
         compact_at(ran, after)
@@ -150,7 +164,7 @@ def test_what_is_damaged_goes_aside_and_what_is_lost_runs_again(ran, queue, hour
 
 
 def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
-    flip(one(ran, "telemetry", f"{JOB}-000003.parquet"))
+    flip(run_file(ran, 3, "telemetry"))
     report = repair(ran)
     assert len(report.moved) == 1 and report.queued == {}
     assert counts(ran) == ((N, N), (2 * N - 2, 2 * N - 2))
@@ -158,8 +172,7 @@ def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
 
 def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
     compact_at(ran, 0)
-    for path in (one(ran, "runs"), *ran.listings("runs").glob("merged-*"), one(ran, "runs", f"{JOB}-000002.parquet")):
-        path.unlink()
+    unmerge_runs_and_lose_one(ran)
     compact_at(ran, 3)
     assert repair(ran).queued == {JOB: 1}
     assert counts(ran)[1] == (2 * N - 2, 2 * N - 2)
@@ -177,13 +190,19 @@ def plain_counts(folder, kind, row):
         ).fetchone()
 
 
+def unmerge_runs_and_lose_one(folder):
+    merged = folder.partition("runs", "mlp").glob("merged-*"), folder.listings("runs").glob("merged-*")
+    for path in (*itertools.chain(*merged), run_file(folder, 2)):
+        path.unlink()
+
+
 def plain_samples(folder):
     return plain_counts(folder, "telemetry", "t_ms")
 
 
 def merge_samples_twice(folder, later=(3,), at=(0, 0.5)):
     """Merge the samples of all runs but `later`, then all; the files that the merges replaced are still there."""
-    paths = [one(folder, "telemetry", f"{JOB}-{index:06d}.parquet") for index in later]
+    paths = [run_file(folder, index, "telemetry") for index in later]
     for path in paths:
         path.rename(path.with_suffix(".later"))
     compact_at(folder, at[0])
@@ -192,12 +211,10 @@ def merge_samples_twice(folder, later=(3,), at=(0, 0.5)):
     compact_at(folder, at[1])
 
 
-def lose_one_run(folder, index=2):
+def lose_one_run(folder):
     """Lose one run whose samples were merged twice."""
     merge_samples_twice(folder)
-    for path in [*folder.partition("runs", "mlp").glob("merged-*"), *folder.listings("runs").glob("merged-*")]:
-        path.unlink()
-    one(folder, "runs", f"{JOB}-{index:06d}.parquet").unlink()
+    unmerge_runs_and_lose_one(folder)
 
 
 def is_well_after_compactions(folder, queue):
@@ -206,23 +223,13 @@ def is_well_after_compactions(folder, queue):
     return is_well(folder, queue) and plain_samples(folder) == (2 * N, 2 * N, N)
 
 
-def test_a_lost_run_without_samples_doubles_none_of_the_others(ran, queue):
-    path = one(ran, "telemetry", f"{JOB}-000002.parquet")
-    write_sealed(TELEMETRY_SCHEMA.empty_table(), path)
+@pytest.mark.parametrize(("has_samples", "left"), [(True, N), (False, N - 1)])  # in a file of its own, if any
+def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue, has_samples, left):
+    if not has_samples:
+        write_sealed(TELEMETRY_SCHEMA.empty_table(), run_file(ran, 2, "telemetry"))
     lose_one_run(ran)
-    assert repair(ran).queued == {JOB: 1}
-    assert plain_samples(ran) == (2 * N - 2, 2 * N - 2, N - 1)
-    assert again(ran, queue) == [2]
-    assert is_well_after_compactions(ran, queue)
-
-
-def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue):
-    lose_one_run(ran)
-    assert repair(ran).queued == {JOB: 1}
-    samples, distinct, _ = plain_samples(ran)
-    assert samples == distinct
-    assert is_well_after(ran, queue, [2])
-    assert plain_samples(ran) == (2 * N, 2 * N, N)
+    assert repair(ran).queued == {JOB: 1} and plain_samples(ran) == (2 * left, 2 * left, left)
+    assert again(ran, queue) == [2] and plain_samples(ran) == (2 * N, 2 * N, N)
     assert is_well_after_compactions(ran, queue)
 
 
@@ -234,11 +241,26 @@ def act(root):
 """
 
 
-@pytest.fixture(scope="module")
-def kill_at():
-    """Kill a repair of a folder before its `step`-th visible change."""
-    with killed_children(REPAIR) as kill:
-        yield lambda folder, step: kill(["replace"], step, str(folder.root))
+def interrupt_at(folder, step):
+    left = iter(range(step - 1))
+
+    def replace(*arguments, really=os.replace, **options):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return really(*arguments, **options)
+
+    with mock.patch("os.replace", replace), pytest.raises(KeyboardInterrupt):
+        repair(folder)
+
+
+@pytest.fixture(scope="module", params=["interrupted", pytest.param("killed", marks=pytest.mark.wide)])
+def end_at(request):
+    """End a repair of a folder before its `step`-th visible change; a process to kill takes as long as ten repairs."""
+    if request.param == "interrupted":
+        yield interrupt_at
+    else:
+        with killed_children(REPAIR) as kill:
+            yield lambda folder, step: kill(["replace"], step, str(folder.root))
 
 
 @pytest.mark.parametrize(
@@ -246,19 +268,17 @@ def kill_at():
     # before the other samples' file is listed, and before the listing of one that goes aside
     [2, 6, *(pytest.param(step, marks=pytest.mark.wide) for step in (1, 3, 4, 5, 7, 8, 9, 10))],
 )
-def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, kill_at, step):
+def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, end_at, step):
     lose_one_run(ran)
-    kill_at(ran, step)
+    end_at(ran, step)
     repair(ran)
     samples, distinct, runs = plain_samples(ran)
-    assert samples == distinct and runs >= N - 1
-    assert again(ran, queue) == [2]
+    assert samples == distinct and runs >= N - 1 and again(ran, queue) == [2]
     assert is_well_after_compactions(ran, queue)
 
 
 def test_kernels_count_once_after_a_repair_that_was_killed_before_the_old_ones_went_aside(ran, monkeypatch):
-    for path in sorted(ran.partition("runs", "mlp").iterdir()):
-        RunWriter(ran).write(pq.ParquetFile(path).read().to_pylist()[0], pa.table({"t_ms": [0.0, 1.0]}), kernels())
+    with_samples(ran, range(N), kernels())
     lose_one_run(ran)
 
     def die(folder, path, reason, really=set_aside):
@@ -278,11 +298,9 @@ def test_kernels_count_once_after_a_repair_that_was_killed_before_the_old_ones_w
 @pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 1, 2, 4)], ids=["repair", "compaction"])
 def test_a_damaged_file_that_was_merged_again_doubles_nothing(ran, queue, mend, at):
     merge_samples_twice(ran, (2, 3), at)
-    older = min(ran.partition("telemetry", "mlp").glob("merged-*"), key=lambda path: path.stat().st_mtime_ns)
-    flip(older)
+    flip(min(ran.partition("telemetry", "mlp").glob("merged-*"), key=lambda path: path.stat().st_mtime_ns))
     mend(ran)
-    assert plain_samples(ran) == (2 * N, 2 * N, N)
-    assert is_well_after_compactions(ran, queue)
+    assert plain_samples(ran) == (2 * N, 2 * N, N) and is_well_after_compactions(ran, queue)
     assert len(list(ran.partition("telemetry", "mlp").iterdir())) == 1
 
 
@@ -304,39 +322,35 @@ def test_what_cannot_be_opened_for_a_moment_is_neither_moved_nor_measured_again(
     compact_at(ran, 0, 2)
     failures = []
 
-    def fail(opened, really_open=plain_file.open_plain):
-        if part in opened.parts and not failures:
-            failures.append(opened)
-            raise OSError(code, os.strerror(code), str(opened))
-        return really_open(opened)
+    def is_the_first(opened):
+        is_chosen = part in opened.parts and not failures
+        failures.extend([opened] * is_chosen)
+        return is_chosen
 
-    monkeypatch.setattr(plain_file, "open_plain", fail)
-    try:
-        report = repair(ran)
-    except OSError as error:
-        assert error.errno == code
-    else:
-        assert report.moved == {} and report.queued == {}
-    assert failures
-    assert is_well(ran, queue)
+    with unreadable(monkeypatch, is_the_first, code):
+        try:
+            report = repair(ran)
+        except OSError as error:
+            assert error.errno == code
+        else:
+            assert report.moved == {} and report.queued == {}
+    assert failures and is_well(ran, queue)
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing(ran, queue, monkeypatch, code, capsys):
+def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing(ran, queue, code, capsys):
     compact_at(ran, 0, 2)
     path = one(ran, "runs")
-    with monkeypatch.context() as failing:
 
-        def fail(source, *arguments, really=pq.ParquetFile, **options):
-            if source == path:
-                raise OSError(code, os.strerror(code))
-            return really(source, *arguments, **options)
+    def fail(source, *arguments, really=pq.ParquetFile, **options):
+        if source == path:
+            raise OSError(code, os.strerror(code))
+        return really(source, *arguments, **options)
 
-        failing.setattr(pq, "ParquetFile", fail)
+    with mock.patch.object(pq, "ParquetFile", fail):
         with pytest.raises(OSError, match=os.strerror(code)) as raised:
             compare(ran)
-        assert raised.value.filename == str(path)
-        assert presence_of(ran).gone == {}
+        assert raised.value.filename == str(path) and presence_of(ran).gone == {}
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and str(path) in line
         if code == errno.EIO:  # which `examine` takes for damage
@@ -361,12 +375,11 @@ def test_a_merged_file_that_is_listed_again_doubles_none_of_the_samples_that_it_
     compact_at(ran, 0)
     listing_file(ran, "telemetry", one(ran, "telemetry").name).unlink()
     for index in range(3):  # as after a compaction that was killed while it deleted
-        one(ran, "telemetry", f"{JOB}-{index:06d}.parquet").unlink()
+        run_file(ran, index, "telemetry").unlink()
     monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
     report = repair(ran)
     assert report.moved == {} and report.queued == {} and any("listed again" in line for line in report.mended)
-    assert plain_samples(ran) == (2 * N, 2 * N, N)
-    assert is_well_after_compactions(ran, queue)
+    assert plain_samples(ran) == (2 * N, 2 * N, N) and is_well_after_compactions(ran, queue)
 
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])
@@ -375,17 +388,15 @@ def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, 
     merged = one(ran, kind)
     listing_file(ran, kind, merged.name).write_bytes(b"torn")
     flip(merged)
-    with pytest.raises(EnvironmentProblem, match="repair=true"):
-        counts(ran)
-    with pytest.raises(EnvironmentProblem, match="repair=true"):
-        take_snapshot(ran)
+    for read in (counts, take_snapshot):
+        with pytest.raises(EnvironmentProblem, match="repair=true"):
+            read(ran)
     report = repair(ran)
-    assert merged in report.moved and listing_file(ran, kind, merged.name) in report.moved
+    assert {merged, listing_file(ran, kind, merged.name)} <= report.moved.keys()
     if kind == "telemetry":
         assert counts(ran) == ((N, N), (0, 0)) and report.queued == {}
-        return
-    assert counts(ran)[0] == (0, 0) and report.queued == {JOB: N}
-    assert is_well_after(ran, queue, range(N))
+    else:
+        assert counts(ran)[0] == (0, 0) and report.queued == {JOB: N} and is_well_after(ran, queue, range(N))
 
 
 def no_file(path, how):
@@ -409,9 +420,7 @@ def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran,
     assert any(str(path) in line for line in examine(ran).lines(ran.root))
     assert any(str(path) in file for file in take_snapshot(ran).left_out)
     compact_at(ran, 20)
-    assert repair(ran).queued == {JOB: N}
-    assert not os.path.lexists(path)
-    assert is_well_after(ran, queue, range(N))
+    assert repair(ran).queued == {JOB: N} and not os.path.lexists(path) and is_well_after(ran, queue, range(N))
 
 
 @pytest.mark.spread(3)
@@ -423,8 +432,7 @@ def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
     no_file(listing, how)
     assert counts(ran) == ((N, N), (2 * N, 2 * N))
     mend(ran)
-    assert Listing.read(listing).merged.endswith(listing.name)
-    assert is_well(ran, queue)
+    assert Listing.read(listing).merged.endswith(listing.name) and is_well(ran, queue)
 
 
 def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
@@ -439,31 +447,26 @@ def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(
     dataclasses.replace(extra, hidden=(*extra.hidden, "family=mlp/pipe.parquet")).write()
     name = f"family=mlp/{planted.name}"
     Listing(listing_file(ran, "runs", planted.name), name, (f"family=mlp/{merged.name}", *hidden), 1.0).write()
-    assert counts(ran) == ((N, N), (2 * N, 2 * N))
-    assert "planted" in capfd.readouterr().err
+    assert counts(ran) == ((N, N), (2 * N, 2 * N)) and "planted" in capfd.readouterr().err
     assert compare(ran).gone == {} and landed_tasks(ran)[JOB] == set(range(N))
     assert [path.name for path in counting_files(ran, "runs", "mlp")] == [merged.name]
     assert any("planted" in line for line in compact_at(ran, 2).problems)
-    assert repair(ran).queued == {}
-    repair(ran)
-    assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists()
-    assert is_well(ran, queue)
+    assert repair(ran).queued == {} == repair(ran).queued
+    assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists() and is_well(ran, queue)
 
 
 def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
     (ran.snapshots / "s").mkdir(parents=True)
     (ran.snapshots / "s" / "manifest.json").write_text("{")
-    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true"]) == 1
-    assert "left as it is" in capsys.readouterr().out
+    assert doctored(ran) == 1 and "left as it is" in capsys.readouterr().out
 
 
 def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, capsys):
-    flip(one(ran, "runs", f"{JOB}-000003.parquet"))
+    flip(run_file(ran, 3))
     with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
         repair(ran)
     with compaction_lock(ran):
-        assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true"]) == 2
-    assert "a compaction is at work" in capsys.readouterr().err
+        assert doctored(ran) == 2 and "a compaction is at work" in capsys.readouterr().err
     assert not ran.damaged.exists()
 
 
@@ -484,7 +487,7 @@ def test_names_of_files_are_text_in_one_line_each(ran, capsys):
 
 
 def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys):
-    one(ran, "runs", f"{JOB}-000003.parquet").unlink()
+    run_file(ran, 3).unlink()
     before = sorted(path for path in ran.root.rglob("*") if "queue" not in path.name)
     state = doctor.data_state(str(ran.root))
     assert (state["runs_gone"], state["runs_unknown"]) == (1, 0)
@@ -492,8 +495,8 @@ def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys
 
 
 def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
-    flip(one(ran, "runs", f"{JOB}-000003.parquet"))
-    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true", "format=json"]) == 0
+    flip(run_file(ran, 3))
+    assert doctored(ran, "format=json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["queued"] == {JOB: 1} and len(report["moved"]) == 1
     assert run("check", check_entry, [f'data="{ran.root}"']) == 0

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from conf.errors import UsageError
@@ -26,8 +25,9 @@ from featurize.configs.draws import Limits, sample
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, code_problem, config_hash, config_of_row
 from featurize.device.device_spec import load_device
-from featurize.families import get_family, layers_of, mlp, zoo
+from featurize.families import get_family, layers_of, mlp
 from featurize.job.code_names import CodeName
+from tests.warehouse.warehouse_rows import run_row
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -189,27 +189,28 @@ def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
 def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_path, pool):
     folder = DataFolder.resolve(tmp_path / "a'; data").create()
     writer = RunWriter(folder)
-    for index, config in enumerate(pool.configs[:6]):
-        mapping = config.to_mapping()
-        row = {
-            "run_id": f"mlp-0-{index:06d}",
-            "job_id": "mlp-0",
-            "task_index": index,
-            "attempt": 1,
-            "family": "mlp",
-            "config": canonical_json(mapping),
-            "config_hash": config_hash(config),
-            "wall_s": 12.0,
-            "status": "oom" if index == 4 else "crashed" if index == 5 else "ok",
-            "source": "measured",
-            "oom_kind": "device" if index == 4 else None,
-            "peak_memory_mib": 900.0 if index < 4 else None,
-            "device_name": "Tesla V100" if index == 0 else "NVIDIA A100-SXM4-40GB",
-            "torch_version": "2.4.1" if index == 1 else "2.13.0",
-            "quality": "untrusted" if index == 2 else "trusted",
-        }
+    known = {
+        "family": "mlp",
+        "source": "measured",
+        "device_name": "NVIDIA A100-SXM4-40GB",
+        "torch_version": "2.13.0",
+        "quality": "trusted",
+        "wall_s": 12.0,
+        "peak_memory_mib": 900.0,
+    }
+    changes = (
+        {"device_name": "Tesla V100"},
+        {"torch_version": "2.4.1"},
+        {"quality": "untrusted"},
+        {},
+        {"status": "oom", "oom_kind": "device", "peak_memory_mib": None},
+        {"status": "crashed", "peak_memory_mib": None},
+    )
+    for index, (config, changed) in enumerate(zip(pool.configs, changes, strict=False)):
+        text = canonical_json(config.to_mapping())
+        row = run_row(index, **known, config=text, config_hash=config_hash(config)) | changed
         writer.write(row, NO_TELEMETRY)
-        beside = {"run_id": f"mlp-0-{index:06d}-with-1", "task_index": None, "group_id": row["run_id"]}
+        beside = {"run_id": f"{row['run_id']}-with-1", "task_index": None, "group_id": row["run_id"]}
         writer.write({**row, **beside, "status": "ok", "peak_memory_mib": 5.0}, NO_TELEMETRY)
     known = known_runs(folder.root, "A100-SXM4-40GB", environment={"torch_version": "2.13.0"})
     assert known.measured == {pool.hashes[i] for i in (2, 3, 4, 5)}
@@ -240,20 +241,8 @@ def folder(tmp_path):
     data_folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
     writer = RunWriter(data_folder)
     for index, config in enumerate([json.dumps(PLAIN), json.dumps(OWN), "[" * 100_000, "no json"]):
-        row = {
-            "run_id": f"job-{index:06d}",
-            "job_id": "job",
-            "task_index": index,
-            "attempt": 1,
-            "family": "mlp",
-            "config": config,
-            "config_hash": f"{index}",
-            "status": "ok",
-            "source": "simulated",
-            "device_name": DEVICE,
-            "peak_memory_mib": 700.0,
-        }
-        writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}))
+        about = {"family": "mlp", "device_name": DEVICE, "peak_memory_mib": 700.0}
+        writer.write(run_row(index, **about, config=config, config_hash=f"{index}"), NO_TELEMETRY)
     return data_folder
 
 
@@ -262,15 +251,14 @@ def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder, ca
     assert [config.to_mapping() for config in known.configs] == [PLAIN]
     assert known.measured == {"0", "1", "2", "3"}
     error_text = capsys.readouterr().err
-    named = ("job-000001", "job-000002", "job-000003", "no_such_package_of_mine:build comes from stored data")
+    named = ("J-000001", "J-000002", "J-000003", "no_such_package_of_mine:build comes from stored data")
     assert [text for text in named if text not in error_text] == []
 
 
 def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(folder):
     typed = sample(own_space(), 0, 0)
     assert isinstance(typed.model, CodeName) and code_problem(typed) is None
-    row = config_of_row(json.dumps(typed.to_mapping()))
-    assert "comes from stored data" in code_problem(row)
+    assert "comes from stored data" in code_problem(config_of_row(json.dumps(typed.to_mapping())))
     (folder.growth / "plans").mkdir(parents=True)
     plan = [{"why": "stale", "place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
     (folder.growth / "plans" / "a.json").write_text(json.dumps(plan))
@@ -283,16 +271,8 @@ def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_no
 
 
 def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
+    listed = [(0, [config_of_row(json.dumps(OWN))])]
     with Queue.open(folder.queue) as queue:
         with pytest.raises(UsageError, match="comes from stored data"):
-            submit_listed(
-                folder,
-                queue,
-                "job",
-                [(0, [zoo.Config(**{k: v for k, v in OWN.items() if k != "family"})])],
-                None,
-                None,
-                "uniform",
-                0,
-            )
+            submit_listed(folder, queue, "job", listed, None, None, "uniform", 0)
         assert not queue.jobs()

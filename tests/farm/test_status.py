@@ -74,8 +74,7 @@ def work(queue, statuses, now=1_000_000_000.0):
 def test_an_empty_folder_says_how_to_submit(call, folder):
     folder.create()
     code, out, err = call(status)
-    assert (code, err) == (0, "")
-    assert "no jobs" in out and "python -m farm.submit +arch=" in out
+    assert (code, err) == (0, "") and "no jobs" in out and "python -m farm.submit +arch=" in out
     code, _, err = call(cancel, "job=cnn-1")
     assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
     assert not folder.queue.exists(), "asking leaves nothing behind"
@@ -87,10 +86,9 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     work(queue, ["ok"] * 3 + ["oom"])
     queue.lease("w", 2, 1_000_000_000.0, 60.0)
     _, out, _ = call(status)
-    (row,) = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "mlp-00c0ffee" in line]
-    assert " ".join(filter(None, row)) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
-    (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
-    assert "submitting" in row
+    rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    assert "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running" in rows
+    assert any(row.startswith("mlp-0badcafe") and row.endswith("submitting") for row in rows)
 
 
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
@@ -141,17 +139,15 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     work(queue, ["ok"] * 3)
     queue.lease("w", 1, 1_000_000_000.0, 60.0)  # its dispatcher was killed
     report = status.read(folder, None, 1_000_000_010.0)
-    assert report["dispatcher"] is None
-    assert [(job["state"], job["eta_s"]) for job in report["jobs"]] == [("stopped", None)]
-    _, out, _ = call(status)
-    assert "`python -m farm.work` continues" in out
+    states = [(job["state"], job["eta_s"]) for job in report["jobs"]]
+    assert (report["dispatcher"], states) == (None, [("stopped", None)])
+    assert "`python -m farm.work` continues" in call(status)[1]
 
 
 def test_one_job_in_detail_shows_its_errors(call, queue):
     submit(queue)
     work(queue, ["crashed"])
-    _, out, _ = call(status, "job=mlp-00c0ffee")
-    assert "task 0, attempt 1 (crashed): [red]boom[/red]" in out
+    assert "task 0, attempt 1 (crashed): [red]boom[/red]" in call(status, "job=mlp-00c0ffee")[1]
 
 
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
@@ -159,8 +155,7 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     work(queue, ["ok"] * 3)
     (running,) = queue.lease("w", 1, 1_000_000_000.0, 60.0)
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
-    assert code == 0
-    assert "6 waiting tasks cancelled; 1 running ones will finish, 3 are done and stay" in out
+    assert code == 0 and "6 waiting tasks cancelled; 1 running ones will finish, 3 are done and stay" in out
     queue.finish(running, "ok", 1_000_000_001.0)
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
     assert code == 0 and "0 waiting tasks cancelled; 0 running ones will finish, 4 are done and stay" in out
@@ -171,14 +166,11 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
 def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_shown(call, folder, queue, time_s):
     submit(queue)
     work(queue, ["crashed", "ok"])
+    hostile = "'first' || char(10) || 'a' || char(27) || '[2J' || char(155, 8238) || 'c' || char(7)"
     execute_sql(
         folder.queue,
         f"UPDATE tasks SET finished_at = {time_s}, error_at = {time_s} WHERE state = 'done'",
         f"UPDATE jobs SET submitted_at = {time_s}",
-    )
-    hostile = "'first' || char(10) || 'a' || char(27) || '[2J' || char(155, 8238) || 'c' || char(7)"
-    execute_sql(
-        folder.queue,
         f"UPDATE tasks SET error = {hostile} WHERE status = 'crashed'",
         f"UPDATE jobs SET family = {hostile}, settings_json = json_object('x', {hostile})",
     )

@@ -6,10 +6,10 @@ real ones.
 
 import ast
 import contextlib
+import io
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import zipfile
@@ -23,6 +23,7 @@ from infra import collect
 from infra.offline import bundle as bundles
 from infra.offline import launch, page, steps
 from infra.offline.bundle import BundleSettings, needed_wheels
+from tests.surroundings import await_
 from workers.probes import children
 
 PYTHON = "{}.{}".format(*sys.version_info)
@@ -101,11 +102,21 @@ def index(tmp_path_factory):
         yield folder
 
 
+def pip_here(command, *arguments):
+    """Run pip in this process: to start one takes longer than what it does for most of the calls."""
+    from pip._internal.cli.main import main
+
+    words = [command, "--quiet", "--disable-pip-version-check", "--no-deps", *map(str, arguments)]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        return subprocess.CompletedProcess(words, main(words), "", errors.getvalue())
+
+
 @pytest.fixture(scope="module")
 def parts(index, tmp_path_factory):
     """A bundle for this Python, with the smaller part of the source, compressed fast."""
     folder = tmp_path_factory.mktemp("made") / "offline"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "_pip", pip_here)
         patch.setattr(bundles, "_XZ", {"preset": 0})
         patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
         table = bundles.bundle(BundleSettings(python=PYTHON, mib=4, present="nunpy", out=str(folder)))
@@ -122,10 +133,9 @@ def machine(tmp_path_factory, monkeypatch):
     return folder
 
 
-def offline(part, *arguments):
-    return subprocess.run(
-        [sys.executable, str(part / "offline.py"), *map(str, arguments)], capture_output=True, text=True
-    )
+def offline(part, *arguments, **surroundings):
+    command = [sys.executable, str(part / "offline.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **surroundings)
 
 
 @pytest.fixture
@@ -154,10 +164,8 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
         assert manifest_of(part) == manifest_of(folder / "part-1")
     archives = manifest_of(folder / "part-1")["archives"]
     assert {name: archive["part"] for name, archive in archives.items()} == bundles.PARTS
-    assert archives["core"]["packages"].keys() == {
-        name.replace("_", "-") for name in WHEELS if name not in ("numpy", "ray", "msgpack")
-    }
-    assert archives["ray"]["packages"].keys() == {"ray", "msgpack"}
+    of_core = {name.replace("_", "-") for name in WHEELS} - {"numpy", "ray", "msgpack"}
+    assert [archives[name]["packages"].keys() for name in ("core", "ray")] == [of_core, {"ray", "msgpack"}]
     assert any("/part-2: ray: 3.0 MiB" in line for line in table)
 
 
@@ -173,41 +181,24 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert libraries == {"lib.so", "libarrow_substrait.so.1", "libarrow_s3.so.1"}, "what another one names, and no more"
     assert not (target / "site-numpy").exists(), "this Python has NumPy"
     (target / "source" / "infra" / "offline" / "steps.py").write_text(STEP)
-    done = subprocess.run(
-        [
-            sys.executable,
-            folder / "part-1" / "offline.py",
-            "test,collect",
-            "minutes=8",
-            "results=out",
-            f"target={target}",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": ""},
-    )
-    assert done.returncode == 7
+    words = ("test,collect", "minutes=8", "results=out", f"target={target}")
+    done = offline(folder / "part-1", *words, cwd=tmp_path, env={**os.environ, "PATH": ""})
     report = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, report["cwd"]) == (7, str(target)) and report["duckdb"].startswith(f"{target}/site/")
     assert report["argv"] == ["test,collect", "minutes=8", f"results={tmp_path}/out"]
-    assert report["cwd"] == str(target) and report["duckdb"].startswith(f"{target}/site/")
     # All parts lie beside the script that time, so Ray is added.
-    assert "installed ray: msgpack 30.0, ray " in done.stdout
-    assert os.access(target / "site-ray" / "ray" / "raylet", os.X_OK)
-    assert (target / "site-ray" / "ray" / "more.py").exists() and not (target / "site-ray" / "ray" / "jars").exists()
-    assert not (target / "partial").exists()
+    assert "installed ray: msgpack 30.0, ray " in done.stdout and not (target / "partial").exists()
+    ray = target / "site-ray" / "ray"
+    assert os.access(ray / "raylet", os.X_OK) and (ray / "more.py").exists() and not (ray / "jars").exists()
 
 
 def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or_not_there(parts, tmp_path):
     folder, _ = parts
     target, partial = tmp_path / "target", tmp_path / "target.gpufarm-partial"
     command = [sys.executable, folder / "part-1" / "offline.py", "install", f"target={target}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not partial.exists():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        await_(lambda: partial.exists() or process.poll() is not None, "an install that has begun")
+        process.kill()
     assert not target.exists() or (target / "bundle.json").exists()
     assert offline(folder / "part-1", "install", f"target={target}").returncode == 0
     assert not partial.exists() and (target / "source" / "infra" / "offline" / "launch.py").exists()
@@ -258,17 +249,15 @@ def test_a_python_without_torch_or_lzma_is_refused(parts, machine, tmp_path, mod
 
 def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refused, tmp_path):
     folder, _ = parts
-    target = tmp_path / "target"
-    part = tmp_path / "part-1"
+    target, part = tmp_path / "target", tmp_path / "part-1"
     part.mkdir()
     os.link(folder / "part-1" / "manifest.json", part / "manifest.json")
     command = ("install", f"target={target}", f"parts={part}")
     assert refused(*command) == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
-    content = (folder / "part-1" / "core.tar.xz").read_bytes()
-    (part / "core.tar.xz").write_bytes(content[:-1])
-    assert "is damaged" in refused(*command)
-    (part / "core.tar.xz").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "core.tar.xz is damaged" in refused(*command)
+    *content, last = (folder / "part-1" / "core.tar.xz").read_bytes()
+    for damaged in (content, [*content, last ^ 1]):
+        (part / "core.tar.xz").write_bytes(bytes(damaged))
+        assert "core.tar.xz is damaged" in refused(*command)
     assert not target.exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
@@ -345,11 +334,9 @@ def test_what_the_machine_has_is_left_out_where_its_release_fits(index, tmp_path
     listed.write_text(
         "rich==1.0\npackaging==23.0\n# comment\npygments @ file:///a/b\n-e /some/where\ndistro-info==1.1build1\n"
     )
-    on_machine = bundles.packages_present(str(listed))
-    wheels = {}
+    on_machine, wheels = bundles.packages_present(str(listed)), {}
     expected = needed_wheels([Requirement("rich>=13.7")], PYTHON, on_machine, wheels, tmp_path)
-    assert list(wheels) == ["rich"], "1.0 is too old"
-    assert expected == {"pygments"}
+    assert (list(wheels), expected) == (["rich"], {"pygments"}), "1.0 is too old"
 
 
 def test_a_former_bundle_is_replaced_and_a_failed_one_leaves_nothing(parts, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from pathlib import Path
 from unittest import mock
 
 import duckdb
-import pyarrow as pa
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
@@ -23,7 +22,7 @@ from infra.offline.results import Series, outcomes_of
 from infra.offline.steps import STEPS, CallStop
 from tests.gpu.conftest import Recorder
 from tests.surroundings import PATIENCE_S
-from tests.warehouse.warehouse_rows import ask
+from tests.warehouse.warehouse_rows import ask, run_row, samples
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -36,22 +35,11 @@ def work(tmp_path):
     path = tmp_path / "a'; echo foo" / "work"
     Series.begun(path)
     folder = DataFolder.resolve(path / "data").create()
-    job = Job(
-        job_id="J",
-        family="mlp",
-        space_json="{}",
-        n=3,
-        seed=0,
-        policy="uniform",
-        settings_json="{}",
-        device="{}",
-        submitted_at=0.0,
-    )
+    about = {"space_json": "{}", "seed": 0, "policy": "uniform", "settings_json": "{}", "device": "{}"}
     with Queue.open(folder.queue) as queue:
+        job = Job(job_id="J", family="mlp", n=3, submitted_at=0.0, **about)
         queue.submit(job, [(index, "{}") for index in range(3)], now=0.0)
-        row = {"run_id": "J-000000", "job_id": "J", "task_index": 0, "attempt": 1, "family": "mlp", "config": "{}"}
-        samples = pa.table({"t_ms": [0.0, 100.0]})
-        RunWriter(folder).write({**row, "status": "ok", "source": "simulated"}, samples)
+        RunWriter(folder).write(run_row(0, family="mlp"), samples(2))
         queue.mark_done("J", {0: "ok"})
     (path / "data" / "bench-published.jsonl").write_text('{"k": 0}\n{"k":')
     (path / "log.txt").write_text("a line\n")
@@ -72,6 +60,11 @@ def packed(work, folder):
     return folder
 
 
+def calls_of(work):
+    """The rows of a work folder's calls."""
+    return [json.loads(line) for line in (work / "calls.jsonl").read_text().splitlines()]
+
+
 def refused(capsys, *argv):
     """The line that a call ends with, which is the only one; its exit code is 2."""
     assert steps.main(argv) == 2
@@ -83,8 +76,8 @@ def refused(capsys, *argv):
 def test_an_emptied_machine_gets_back_rows_queue_and_whole_lines(packed, tmp_path):
     work = tmp_path / "elsewhere" / "work"
     results.unpack(results.newest(packed), work)
-    assert ask(work / "data", "SELECT run_id, status FROM runs") == [("J-000000", "ok")]
-    assert ask(work / "data", "SELECT count(*) FROM telemetry") == [(2,)]
+    rows = ask(work / "data", "SELECT run_id, status, t_ms FROM runs JOIN telemetry USING (run_id) ORDER BY ALL")
+    assert rows == [("J-000000", "ok", 0.0), ("J-000000", "ok", 100.0)]
     with Queue.open(DataFolder.resolve(work / "data").queue) as queue:
         assert queue.pending() == 2
     assert (work / "data" / "bench-published.jsonl").read_text() == '{"k": 0}\n'
@@ -96,10 +89,8 @@ def test_never_more_than_eight_files_within_the_limit_come_back(work, folder, mo
     for size in (20_000, 30_000, 60_000, 10_000):
         (work / "noise").write_bytes(os.urandom(size))
         archive = results.pack(work, folder, {"size": size})
-        assert sorted(os.listdir(folder)) == sorted(
-            [*(path.name for path in archive.slices), "log.txt", "summary.json"]
-        )
-        assert len(os.listdir(folder)) <= 8
+        kept = [*(path.name for path in archive.slices), "log.txt", "summary.json"]
+        assert sorted(os.listdir(folder)) == sorted(kept) and len(kept) <= 8
         assert max(path.stat().st_size for path in archive.slices) <= 2**14
     (work / "noise").write_bytes(os.urandom(200_000))
     with pytest.raises(EnvironmentProblem, match="more than 6 files of"):
@@ -111,6 +102,7 @@ PACKING = """
 import os, sys
 from pathlib import Path
 from infra.offline import results
+results.SLICE_BYTES = 2**14
 work, folder = Path(sys.argv[1]), Path(sys.argv[2])
 for number in range(1000):
     (work / "number").write_text(str(number))
@@ -122,15 +114,11 @@ for number in range(1000):
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(7, marks=pytest.mark.wide)])
 def test_killed_while_it_packs_it_leaves_the_newest_whole_results(work, packed, tmp_path, rounds):
-    code = PACKING.replace(
-        "from infra.offline import results", "from infra.offline import results\nresults.SLICE_BYTES = 2**14"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(work), str(packed)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    numbers = [int(child.stdout.readline()) for _ in range(rounds)]
-    child.kill()
-    numbers += map(int, child.communicate()[0].split())
+    command = [sys.executable, "-c", PACKING, str(work), str(packed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        numbers = [int(child.stdout.readline()) for _ in range(rounds)]
+        child.kill()
+        numbers += map(int, child.stdout.read().split())
     assert len(os.listdir(packed)) <= 8
     results.unpack(results.newest(packed), tmp_path / "again")
     assert int((tmp_path / "again" / "number").read_text()) >= numbers[-1]
@@ -145,9 +133,8 @@ def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(
     monkeypatch.setattr(results, "SLICE_BYTES", 2**12)
     first, *_ = results.pack(work, folder, {}).slices
     path = first if damaged == "slice" else folder / damaged
-    if "torn" in line:
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
+    path.write_bytes(path.read_bytes()[:-1])
+    if damaged != "slice":
         path.unlink()
     error = refused(capsys, "collect", f"results={folder}", f"work={tmp_path / 'new'}", "device=simulated")
     assert path.name in error and line in error and not list(tmp_path.glob("new*"))
@@ -216,19 +203,15 @@ def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, cap
 
 def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(tmp_path, capsys):
     folder = tmp_path / "results"
-    call = ("calibrate,ranks", "minutes=1", f"results={folder}", "device=simulated", "families=[mlp]")
-    assert steps.main([call[0].replace(",ranks", ",allocator"), *call[1:], f"work={tmp_path / 'work'}"]) == 0
+    call = ("calibrate,allocator", "minutes=1", f"results={folder}", "device=simulated", "families=[mlp]")
+    assert steps.main([*call, f"work={tmp_path / 'work'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" s on device=simulated (4 GPUs)") and len(lines) <= 40
     assert lines[-1] == f"still to do: {', '.join(name for name in STEPS if name not in ('calibrate', 'allocator'))}"
-    summary = json.loads((folder / "summary.json").read_text())
-    assert [(row["step"], row["outcome"]) for row in summary["calls"]] == [
-        ("calibrate", "not here"),
-        ("allocator", "not here"),
-    ]
+    rows = json.loads((folder / "summary.json").read_text())["calls"]
+    assert [(row["step"], row["outcome"]) for row in rows] == [("calibrate", "not here"), ("allocator", "not here")]
     assert steps.main(["bench", f"results={folder}", "device=simulated", f"work={tmp_path / 'w'}"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "w" / "calls.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == ["calibrate", "allocator", "bench"]
+    assert [row["step"] for row in calls_of(tmp_path / "w")] == ["calibrate", "allocator", "bench"]
 
 
 def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeypatch, capsys):
@@ -250,7 +233,7 @@ def run_step(tmp_path, step, code=0):
     work = tmp_path / "work"
     argv = [step, f"results={tmp_path / 'results'}", f"work={work}", "device=simulated", "minutes=1"]
     assert steps.main(argv) == code
-    return json.loads((work / "calls.jsonl").read_text().splitlines()[-1])
+    return calls_of(work)[-1]
 
 
 @pytest.mark.parametrize(
@@ -288,11 +271,10 @@ def test_a_failed_packing_ends_nothing_and_a_second_one_does_and_runs_that_canno
 def test_a_damaged_queue_is_the_row_s_reason_and_not_the_end_of_the_call(work, tmp_path, capsys):
     (work / "data" / "queue.sqlite").write_bytes(b"not a database, but long enough to be read as one" * 100)
     argv = ["calibrate,collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]
-    assert steps.main(argv) == 1
-    assert "file is not a database" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (work / "calls.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == ["calibrate", "collect"]
-    assert "file is not a database" in rows[1]["reason"]
+    assert steps.main(argv) == 1 and "file is not a database" in capsys.readouterr().out
+    calibrate, collect = calls_of(work)
+    assert (calibrate["step"], collect["step"]) == ("calibrate", "collect")
+    assert "file is not a database" in collect["reason"]
 
 
 RECORDS = [
@@ -337,5 +319,4 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
     counts = "count(*), count(DISTINCT (job_id, task_index)), count(*) FILTER (kernel_rows > 0)"
     assert ask(data, f"SELECT {counts} FROM runs") == [(14, 14, 4)]
     assert set(kept) <= set(ask(data, "SELECT run_id, job_id, started_at FROM runs"))
-    calls = [json.loads(line) for line in (tmp_path / "home" / "calls.jsonl").read_text().splitlines()]
-    assert [row["outcome"] for row in calls] == ["killed", "stopped", "done", "done"]
+    assert [row["outcome"] for row in calls_of(tmp_path / "home")] == ["killed", "stopped", "done", "done"]

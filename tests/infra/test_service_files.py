@@ -1,6 +1,5 @@
 """Files around the farm agree with it: units, containers, Prometheus, Grafana, cluster files."""
 
-import fcntl
 import json
 import os
 import re
@@ -77,38 +76,31 @@ def test_a_mistaken_installation_is_told(root, tmp_path, arguments, message):
 
 
 def test_the_service_starts_a_command_that_exists(root, tmp_path):
-    units, _ = install(root, tmp_path, f"data={tmp_path}/data")
-    command = re.search(r"^ExecStart=(.*)$", (units / "gpufarm-work.service").read_text(), re.MULTILINE)[1].split()
-    assert command[1:3] == ["-m", "farm.work"] and command[-1] == "$GPUFARM_WORK_ARGS"
-    cfg = load_config("work", command[3:-1])
-    assert cfg.wait and cfg.metrics.port == 9108
     units, _ = install(root, tmp_path, f"data={tmp_path}/data", "serve=yes")
-    command = re.search(r"^ExecStart=(.*)$", (units / "gpufarm-serve.service").read_text(), re.MULTILINE)[1].split()
-    assert command[1:3] == ["-m", "farm.serve"] and command[-1] == "$GPUFARM_SERVE_ARGS"
-    assert load_config("serve", command[3:-1]).data == f"{tmp_path}/data"
-    night = (units / "gpufarm-grow.service").read_text()
-    assert (
-        load_config("grow", re.search(r"^Environment=GPUFARM_GROW_ARGS=(.*)$", night, re.MULTILINE)[1].split()).n == 500
-    )
+
+    def words(name, key):
+        return re.search(rf"^{key}=(.*)$", (units / f"gpufarm-{name}.service").read_text(), re.MULTILINE)[1].split()
+
+    settings = {}
+    for name in ("work", "serve"):
+        _, option, module, *arguments, last = words(name, "ExecStart")
+        assert (option, module, last) == ("-m", f"farm.{name}", f"$GPUFARM_{name.upper()}_ARGS")
+        settings[name] = load_config(name, arguments)
+    assert settings["work"].wait and settings["work"].metrics.port == 9108
+    assert settings["serve"].data == f"{tmp_path}/data"
+    assert load_config("grow", words("grow", "Environment=GPUFARM_GROW_ARGS")).n == 500
 
 
-def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
+def test_a_night_is_one_growth_cycle_whose_exit_code_is_the_nights(tmp_path):
+    """75 is that of a cycle beside another one, see `test_grow.py`."""
     data = tmp_path / "a'; echo foo"
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA" $$\n')
+    fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA" $$\nexit 75\n')
     fake.chmod(0o755)
-    night = subprocess.Popen(
-        [INFRA / "nightly.sh", "n=7"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "GPUFARM_DATA": str(data), "GPUFARM_PYTHON": str(fake)},
-    )
+    environment = {**os.environ, "GPUFARM_DATA": str(data), "GPUFARM_PYTHON": str(fake)}
+    night = subprocess.Popen([INFRA / "nightly.sh", "n=7"], stdout=subprocess.PIPE, text=True, env=environment)
     # The very process that systemd asks to leave
-    assert night.communicate()[0] == f"-m farm.grow n=7 {data} {night.pid}\n" and night.returncode == 0
-    with open(DataFolder.resolve(data).create().growth_lock, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = run(INFRA / "nightly.sh", GPUFARM_DATA=str(data), GPUFARM_PYTHON=sys.executable)
-    assert done.returncode == 75 and "a growth cycle already works on" in done.stderr
+    assert night.communicate()[0] == f"-m farm.grow n=7 {data} {night.pid}\n" and night.returncode == 75
 
 
 # What watches it
@@ -117,8 +109,9 @@ def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
 def metric_names(tmp_path):
     metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
     metrics.on_event({"event": "landed", "run": "r", "family": "cnn", "status": "ok", "wall_s": 1.0})
-    families = metrics.registry.collect()
-    return {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name for family in metrics.registry.collect()
+    }
 
 
 def service_metric_names():
@@ -138,8 +131,7 @@ print(metrics.text({"queued": 1}, 1.0).decode())
 def expressions():
     dashboard = json.loads((INFRA / "grafana/dashboards/gpufarm.json").read_text())
     for panel in dashboard["panels"]:
-        for target in panel.get("targets", ()):
-            yield target["expr"]
+        yield from (target["expr"] for target in panel.get("targets", ()))
     for group in yaml.safe_load((INFRA / "prometheus/rules.yml").read_text())["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
 
@@ -151,21 +143,19 @@ def test_dashboard_and_alerts_ask_only_for_metrics_that_are_served(tmp_path):
     assert asked and not {name for name in asked if name not in served | fields}
 
 
-def test_prometheus_takes_the_configuration_and_the_alerts_fire_when_they_should():
-    tool("promtool")
-    checked = run("promtool", "check", "config", INFRA / "prometheus/prometheus.yml")
-    assert checked.returncode == 0, checked.stderr
-    tested = run("promtool", "test", "rules", INFRA / "prometheus/rules.test.yml")
-    assert tested.returncode == 0, tested.stdout + tested.stderr
+@pytest.mark.parametrize("words", [("check", "config", "prometheus.yml"), ("test", "rules", "rules.test.yml")])
+def test_prometheus_takes_the_configuration_and_the_alerts_fire_when_they_should(words):
+    *command, file = words
+    done = run(tool("promtool"), *command, INFRA / "prometheus" / file)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Containers and clusters
 
 
 def test_the_services_reach_each_other_where_they_listen():
-    compose = yaml.safe_load((INFRA / "container/compose.yaml").read_text())
-    overlay = yaml.safe_load((INFRA / "container/compose.gpu.yaml").read_text())
-    serve = yaml.safe_load((INFRA / "container/compose.serve.yaml").read_text())
+    names = ("container/compose", "container/compose.gpu", "container/compose.serve")
+    compose, overlay, serve = (yaml.safe_load((INFRA / f"{name}.yaml").read_text()) for name in names)
     services = {**overlay["services"], **serve["services"], **compose["services"]}
     scraped = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     targets = [target for job in scraped for config in job["static_configs"] for target in config["targets"]]
@@ -187,8 +177,7 @@ def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
     assert [name for names in copied for name in names if not (ROOT / name).exists()] == []
     command = re.search(r"^exec python -m farm.work (.*) \"\$@\"$", (INFRA / "container/start.sh").read_text(), re.M)
     settings = load_settings(WorkSettings, "work", command[1].split())
-    log, metrics = settings.log, settings.metrics
-    assert log.format == "json" and metrics.address == "0.0.0.0"
+    assert (settings.log.format, settings.metrics.address) == ("json", "0.0.0.0")
 
 
 @pytest.mark.parametrize(("arguments", "word"), [((), "node.sh"), (("worker",), "node.sh"), (("head",), "token")])

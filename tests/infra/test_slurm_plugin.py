@@ -25,6 +25,7 @@ class Plugin:
     """The plugin in an interpreter of its own, as slurmctld loads it."""
 
     def __init__(self, runtime, table: Path, monkeypatch, reject: bool) -> None:
+        self.table, self.wanted = table, Path(f"{table}.wanted")
         monkeypatch.setenv("GPUFARM_SLURM_TABLE", str(table))
         monkeypatch.setenv("GPUFARM_SLURM_REJECT", str(reject).lower())
         self.lua = runtime(encoding="latin-1")  # a script may hold any bytes
@@ -45,22 +46,14 @@ class Plugin:
 def plugin(request, tmp_path, monkeypatch):
     table = tmp_path / "a'; echo foo.tsv"
     table.write_text(f"gpufarm-slurm 1 first\n{ROWS}")
-
-    def make(reject: bool = False) -> Plugin:
-        made = Plugin(request.param, table, monkeypatch, reject)
-        made.table, made.wanted = table, Path(f"{table}.wanted")
-        return made
-
-    return make
+    return lambda reject=False: Plugin(request.param, table, monkeypatch, reject)
 
 
 def test_what_the_user_left_open_is_filled_in_and_what_he_gave_stays(plugin):
-    code, job = plugin().submit(script=script(KNOWN))
-    assert code == OK
-    assert (job["gres"], job["features"], job["comment"]) == ("gres:gpu:2", "a100|l4", "gpufarm: 711 MiB")
-
-    code, job = plugin().submit(script=script(KNOWN), gres="gres:gpu:4", features="v100", comment="mine")
-    assert (code, job["gres"], job["features"], job["comment"]) == (OK, "gres:gpu:4", "v100", "mine")
+    left_open = {"gres": "gres:gpu:2", "features": "a100|l4", "comment": "gpufarm: 711 MiB"}
+    given = {"gres": "gres:gpu:4", "features": "v100", "comment": "mine"}
+    for own, submitted in (({}, left_open), (given, given)):
+        assert plugin().submit(script=script(KNOWN), **own) == (OK, {"script": script(KNOWN), **submitted})
 
 
 def test_a_directive_that_is_not_known_is_noted_and_the_job_is_as_it_was(plugin):
