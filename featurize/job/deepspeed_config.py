@@ -39,68 +39,21 @@ _OFFLOADED: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 # Keys that change neither memory nor operators of a step.
 _NO_MATTER = frozenset(
-    {
-        "scheduler",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "dump_state",
-        "memory_breakdown",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "comms_logger",
-        "checkpoint",
-        "aio",
-        "dataloader_drop_last",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "elasticity",
-        "autotuning",
-        "seed",
-        "nebula",
-        "timers",
-        "activation_checkpointing",
-        "disable_allgather",
-        "use_node_local_storage",
-        "load_universal_checkpoint",
-        "gradient_predivide_factor",
-        "prescale_gradients",
-        "sparse_gradients",
-        "fp32_allreduce",
-    }
+    "scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler tensorboard wandb "
+    "csv_monitor comet comms_logger checkpoint aio dataloader_drop_last zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer elasticity autotuning seed nebula timers activation_checkpointing disable_allgather "
+    "use_node_local_storage load_universal_checkpoint gradient_predivide_factor prescale_gradients sparse_gradients "
+    "fp32_allreduce".split()
 )
-_NO_MATTER_OF_ZERO = frozenset(
-    {
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "load_from_fp32_weights",
-        "elastic_checkpoint",
-        "ignore_unused_parameters",
-        "legacy_stage1",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "gather_16bit_weights_on_model_save",
-        "cpu_offload_use_pin_memory",
-        "pipeline_loading_checkpoint",
-        "override_module_apply",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "save_muon_momentum_buffer_in_memory",
-    }
+_NO_MATTER_OF_ZERO = (
+    "allgather_partitions allgather_bucket_size load_from_fp32_weights elastic_checkpoint ignore_unused_parameters "
+    "legacy_stage1 stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+    "gather_16bit_weights_on_model_save cpu_offload_use_pin_memory pipeline_loading_checkpoint override_module_apply "
+    "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory"
 )
 _READ = frozenset(
-    {
-        _ZERO,
-        "optimizer",
-        "bf16",
-        "fp16",
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-    }
+    f"{_ZERO} optimizer bf16 fp16 gradient_clipping gradient_accumulation_steps train_micro_batch_size_per_gpu "
+    "train_batch_size".split()
 )
 # Keys that are supported with one value only: another value changes the step, and is not estimated.
 _ONLY: Mapping[str, Any] = {
@@ -119,7 +72,7 @@ _ONLY: Mapping[str, Any] = {
     "memory_efficient_linear": True,
     "mics_shard_size": -1,
 }
-_KNOWN_OF_ZERO = frozenset({"stage", *_FIELDS, *_OFFLOADED, *_ONLY, *_NO_MATTER_OF_ZERO})
+_KNOWN_OF_ZERO = frozenset({"stage", *_FIELDS, *_OFFLOADED, *_ONLY, *_NO_MATTER_OF_ZERO.split()})
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW does, by default.
 _OPTIMIZERS = {
     "adam": "adamw",

@@ -222,27 +222,9 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
 
 # Functions of torch.cuda that are replaced by no-ops.
 _NOTHING = (
-    "init",
-    "_lazy_init",
-    "synchronize",
-    "set_device",
-    "set_stream",
-    "empty_cache",
-    "ipc_collect",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_sync_debug_mode",
-    "set_per_process_memory_fraction",
-    "reset_accumulated_memory_stats",
-    "_lazy_call",
-    "_check_capability",
-    "_check_cubins",
-    "_set_rng_state_offset",
-    "_sleep",
+    "init _lazy_init synchronize set_device set_stream empty_cache ipc_collect manual_seed manual_seed_all seed seed_all "
+    "set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction "
+    "reset_accumulated_memory_stats _lazy_call _check_capability _check_cubins _set_rng_state_offset _sleep"
 )
 
 
@@ -291,10 +273,10 @@ class _DeviceContext(contextlib.nullcontext[Any]):
 
 # Classes and functions of torch.cuda -> their replacements.
 _KINDS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("Stream", "ExternalStream"), FakeStream),
+    "Stream ExternalStream": FakeStream,
     "Event": FakeEvent,
-    **dict.fromkeys(("device", "device_of"), _DeviceContext),
-    **dict.fromkeys(("stream", "StreamContext"), contextlib.nullcontext),
+    "device device_of": _DeviceContext,
+    "stream StreamContext": contextlib.nullcontext,
     "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
 }
 
@@ -312,69 +294,50 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
     # Attributes that libraries use directly once they see a GPU; a CPU build lacks them.
-    for name, value in {
-        "_cuda_getCurrentRawStream": 0,
-        "_cuda_getDevice": 0,
+    for names, value in {
+        "_cuda_synchronize _cuda_clearCublasWorkspaces": None,
+        "_cuda_getCurrentRawStream _cuda_getDevice": 0,
         "_cuda_isInBadFork": False,
-        "_cuda_synchronize": None,
-        "_cuda_clearCublasWorkspaces": None,
         "_cuda_getDeviceCount": gpus,
     }.items():
-        setattr(torch._C, name, giving(value))
-    constants: dict[Any, dict[str, Any]] = {
+        for name in names.split():
+            setattr(torch._C, name, giving(value))
+    constants: dict[Any, dict[str, Any]] = {  # names of functions -> their result
         cuda: {
-            **dict.fromkeys(_NOTHING),
-            "is_available": True,
-            "is_initialized": True,
-            "_is_in_bad_fork": False,
-            "_is_compiled": True,
-            "device_count": gpus,
-            "_device_count_nvml": gpus,
-            "current_device": 0,
+            _NOTHING: None,
+            "is_available is_initialized _is_compiled": True,
+            "_is_in_bad_fork can_device_access_peer is_current_stream_capturing": False,
+            "device_count _device_count_nvml": gpus,
+            "current_device get_sync_debug_mode initial_seed _exchange_device _maybe_exchange_device utilization": 0,
             "get_device_name": spec.name,
             "get_device_capability": spec.architecture.torch_capability,
-            "get_device_properties": properties,
-            "_get_device_properties": properties,
+            "get_device_properties _get_device_properties": properties,
             "get_arch_list": [build.compiled_for],
             "is_bf16_supported": build.bf16,
             "is_tf32_supported": build.tf32,
-            "current_stream": stream,
-            "default_stream": stream,
-            "can_device_access_peer": False,
-            "utilization": 0,
+            "current_stream default_stream": stream,
             "temperature": 40,
             "power_draw": int(spec.idle_power_w * 1000),
             "clock_rate": 1410,
             "get_allocator_backend": "native",
-            "get_sync_debug_mode": 0,
-            "initial_seed": 0,
-            "is_current_stream_capturing": False,
             "memory_summary": "",
             "memory_snapshot": [],
             "get_rng_state_all": [],
-            "_exchange_device": 0,
-            "_maybe_exchange_device": 0,
         },
         # Functions of the real allocator, which is not used.
         cuda.memory: {
-            "_record_memory_history": None,
-            "_dump_snapshot": None,
+            "_record_memory_history _dump_snapshot": None,
             "_snapshot": {"segments": [], "device_traces": []},
         },
-        cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), 0),
+        cuda.nvtx: {"range_push range_pop mark range_start range_end": 0},
         cuda.nccl: {"version": build.nccl},
         accelerator: {
+            "synchronize set_device_index set_device_idx set_stream empty_cache": None,
             "is_available": True,
             "device_count": gpus,
             "current_accelerator": device,
-            "current_device_index": 0,
-            "current_device_idx": 0,
+            "current_device_index current_device_idx": 0,
             "current_stream": stream,
-            "synchronize": None,
-            "set_device_index": None,
-            "set_device_idx": None,
-            "set_stream": None,
-            "empty_cache": None,
         },
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
@@ -384,15 +347,16 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
     }
     memory = _memory_functions(spec, recorder)
     for owner, functions in (
-        *((owner, {name: giving(value) for name, value in values.items()}) for owner, values in constants.items()),
+        *((owner, {names: giving(value) for names, value in results.items()}) for owner, results in constants.items()),
         (cuda, memory),
         (cuda.memory, memory),
         (accelerator, memory),
         (cuda, _KINDS),
         (torch.nn.DataParallel, {"scatter": _to_one_device}),
     ):
-        for name, function in functions.items():
-            replace_attribute(owner, name, function)
+        for names, function in functions.items():
+            for name in names.split():
+                replace_attribute(owner, name, function)
     for name in cuda.random.__all__:  # transformers and others call them through this module
         replace_attribute(cuda.random, name, getattr(cuda, name))
     replace_in("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
@@ -473,9 +437,9 @@ def _memory_functions(spec: DeviceSpec, recorder: Recorder) -> dict[str, Callabl
         return figures
 
     return {
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached", "device_memory_used"), live),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), reset),
+        "memory_allocated memory_reserved memory_cached device_memory_used": live,
+        "max_memory_allocated max_memory_reserved max_memory_cached": peak,
+        "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached": reset,
         "memory_stats": statistics,
         "mem_get_info": lambda device=None: (max(0, usable - recorder.memory.live_bytes), total),
     }
