@@ -38,12 +38,12 @@ _OFFLOADED: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "offload_param": ("offload_param", (3,)),
 }
 # Keys that change neither memory nor operators of a step.
-_NO_MATTER = frozenset(
+_NO_MATTER = (
     "scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler tensorboard wandb "
     "csv_monitor comet comms_logger checkpoint aio dataloader_drop_last zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer elasticity autotuning seed nebula timers activation_checkpointing disable_allgather "
     "use_node_local_storage load_universal_checkpoint gradient_predivide_factor prescale_gradients sparse_gradients "
-    "fp32_allreduce".split()
+    "fp32_allreduce"
 )
 _NO_MATTER_OF_ZERO = (
     "allgather_partitions allgather_bucket_size load_from_fp32_weights elastic_checkpoint ignore_unused_parameters "
@@ -51,9 +51,9 @@ _NO_MATTER_OF_ZERO = (
     "gather_16bit_weights_on_model_save cpu_offload_use_pin_memory pipeline_loading_checkpoint override_module_apply "
     "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory"
 )
-_READ = frozenset(
+_READ = (
     f"{_ZERO} optimizer bf16 fp16 gradient_clipping gradient_accumulation_steps train_micro_batch_size_per_gpu "
-    "train_batch_size".split()
+    "train_batch_size"
 )
 # Keys that are supported with one value only: another value changes the step, and is not estimated.
 _ONLY: Mapping[str, Any] = {
@@ -169,11 +169,12 @@ class _Reader:
         if (clipping := self._number("gradient_clipping")) is not None and clipping > 0:
             self.training["clip_norm"] = float(clipping)
         micro_batch = self._read_batch()
-        others = {key: value for key, value in self._given.items() if key not in _READ and key not in _NO_MATTER}
-        if wanted := [key for key, value in others.items() if not _is_off(value)]:
+        read, ignored = sorted(_READ.split()), sorted(_NO_MATTER.split())
+        wanted = [key for key, value in self._given.items() if key not in (*read, *ignored) and not _is_off(value)]
+        if wanted:
             self.problems.append(
-                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(_READ))}; ignored, as no "
-                f"memory depends on it: {', '.join(sorted(_NO_MATTER))}"
+                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(read)}; ignored, as no memory depends "
+                f"on it: {', '.join(ignored)}"
             )
         if self.problems:
             raise UsageError(f"deepspeed: {'; '.join(self.problems)}")

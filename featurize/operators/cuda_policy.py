@@ -146,11 +146,11 @@ def as_on_cuda(
     kernels: AttentionKernels,
     assume: Callable[[str], None] = lambda text: None,
     attends: Callable[[int], None] = lambda width: None,
-) -> Iterator[Callable[[str], None]]:
-    """Make meta tensors take CUDA's paths inside, which are ROCm's too, except for attention. Yields a function to call
-    with each phase that begins. `kernels` are the widest heads of PyTorch's fused attention. `assume` is called with
-    each assumption about values that only a real step computes, `attends` with the width of a head for each call of
-    attention."""
+) -> Iterator[Autocast]:
+    """Make meta tensors take CUDA's paths inside, which are ROCm's too, except for attention. Yields the casts, whose
+    `enter` is to be called with each phase that begins. `kernels` are the widest heads of PyTorch's fused attention.
+    `assume` is called with each assumption about values that only a real step computes, `attends` with the width of a
+    head for each call of attention."""
     with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
         changes = (
             *detection_as_trained(autocast, assume),
@@ -160,7 +160,7 @@ def as_on_cuda(
             *((_VF, name, functools.partial(_recurrent, name, getattr(_VF, name), autocast)) for name in _MODES),
         )
         with all_replaced(changes):
-            yield autocast.enter
+            yield autocast
 
 
 @contextlib.contextmanager

@@ -293,10 +293,10 @@ class Tracing:
         shows_a_loop = alone and not self.training_loop and training.holds_output
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
-        with recorder.modules(), policy as enter_policy, self._rank.intercept():
+        with recorder.modules(), policy as autocast, self._rank.intercept():
             of_shape = self._with_targets([given[number] for number in self._met_at])
             self._wrap(*of_shape[0])
-            self._play(of_shape, enter_policy)
+            self._play(of_shape, autocast.enter)
             recorder.stop()
 
     def result(self) -> StepTrace:

@@ -45,7 +45,7 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         super().__init__()
         self._zero, self._ranks = parallel.zero, parallel.degrees.ddp
         self._rank, self._settings = rank, settings
-        self._passes = 0  # forward passes of the step so far
+        self._passes = 0  # backward passes of the step so far
         self._in_backward = False
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
@@ -58,9 +58,14 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         super().wrap(step, inputs)
         step.take(self.wrap_model(step.model), self.update)
 
-    @abc.abstractmethod
+    @torch.no_grad()
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model as the rank holds it from now on. Raises `UsageError` for parameters of several types."""
+        trained = one_type(model)
+        self._spread(model, trained)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        return model
 
     def update(self, make: Make) -> ZeroRank:
         """Return the optimizer of the rank's part; call it after `wrap_model`."""
@@ -76,10 +81,18 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
     def begin_phase(self, phase: str) -> None:
         if self._in_backward:
             self._end_backward()
-        self._passes += phase == "forward"
         self._in_backward = phase == "backward"
+        self._passes += self._in_backward
+
+    @abc.abstractmethod
+    def _spread(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
+        """Make the model's parameters those that the rank holds; `trained` are those that train."""
 
     # -- the bucket
+
+    @abc.abstractmethod
+    def _arrived(self, parameter: Tensor) -> None:
+        """Handle a complete gradient."""
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
@@ -145,10 +158,8 @@ class PartitionedRank(ZeroRank):
     rank keeps those of its own parameters (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
     `copy_grads_in_partition`). Args as in `ZeroRank`."""
 
-    @torch.no_grad()
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        trained, streams = one_type(model), self._streams
-        self._trained, sizes = trained, [p.numel() for p in trained]
+    def _spread(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
+        self._trained, sizes, streams = trained, [p.numel() for p in trained], self._streams
         self._size = math.ceil(sum(sizes) / (_ALIGNMENT * self._ranks)) * _ALIGNMENT  # elements of each rank's part
         self._starts: dict[Tensor, int] = dict(zip(trained, itertools.accumulate(sizes, initial=0), strict=False))
         self._own = self._own_parts()
@@ -172,9 +183,6 @@ class PartitionedRank(ZeroRank):
             if self._offloads:
                 self._largest = self._zeros(max(sizes))
                 streams.name([self._largest], COMMUNICATION)
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-        return model
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=self._trained[0].dtype, device=self._trained[0].device)
@@ -211,7 +219,6 @@ class PartitionedRank(ZeroRank):
     # -- gradients
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
         if self._contiguous and not self._buffers:
             size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
             self._buffers = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)]

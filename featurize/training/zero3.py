@@ -24,7 +24,7 @@ from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from featurize.training.streams import OneStream, Streams
-from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of, one_type
+from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of
 
 
 class ZeroShardedRank(ZeroRank):
@@ -32,10 +32,8 @@ class ZeroShardedRank(ZeroRank):
     in one buffer for the whole training (`__add_grad_to_ipg_bucket`, `__avg_scatter_grads`, `partition_grads`), and
     updates them group by group. Args as in `ZeroRank`."""
 
-    @torch.no_grad()
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def _spread(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
         zero, streams = self._zero, self._streams
-        one_type(model)
         overlaps = zero.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
         with self.recorder:
@@ -43,10 +41,7 @@ class ZeroShardedRank(ZeroRank):
             self._trained = [shared for shared in self._shared.all if shared.parameter.requires_grad]
             self._counts = [shared.count for shared in self._trained]
             self._flat = None if zero.offload_param else self._make_parts()
-        for shared in self._trained:
-            shared.parameter.register_post_accumulate_grad_hook(self._arrived)
         self._shared.follow(model)
-        return model
 
     def _make_parts(self) -> Tensor:
         """Return the rank's parts of trained parameters in one buffer. Other parameters have a buffer each."""
@@ -86,7 +81,6 @@ class ZeroShardedRank(ZeroRank):
     # -- gradients
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Handle a complete gradient."""
         self._streams.name([gradient_of(parameter)], UNREDUCED)
         self._add(parameter)
 
@@ -147,8 +141,6 @@ class ZeroShardedRank(ZeroRank):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Free all parameters, check the gradients, compute their norm, update the parts, and gather small
-        parameters."""
         self._shared.free_all()
         dtype = self._trained[0].parameter.dtype
         if dtype is torch.float16:

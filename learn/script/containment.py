@@ -49,17 +49,7 @@ _WITHOUT_WORKERS = {
     "timeout": 0,
 }
 _LOOPBACK = ("127.", "::1", "localhost")
-_LOGGERS = (
-    "wandb",
-    "mlflow",
-    "comet_ml",
-    "neptune",
-    "aim",
-    "clearml",
-    "swanlab",
-    "tensorboardX",
-    "torch.utils.tensorboard",
-)
+_LOGGERS = "wandb mlflow comet_ml neptune aim clearml swanlab tensorboardX torch.utils.tensorboard"
 
 
 def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
@@ -200,7 +190,7 @@ class _Silent(types.ModuleType):
 
 
 def _logger_of(name: str) -> str | None:
-    return next((logger for logger in _LOGGERS if f"{name}.".startswith(f"{logger}.")), None)
+    return next((logger for logger in _LOGGERS.split() if f"{name}.".startswith(f"{logger}.")), None)
 
 
 def _is_installed(logger: str) -> bool:

@@ -44,6 +44,7 @@ from learn.script.script_recorder import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"
 _NOT_SAVED = "checkpoints of DeepSpeed were left out"
+_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +64,6 @@ class DeepSpeedJob:
 
     def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
         self.rank, self.watch, self.note = rank, watch, note
-        self._has_engine = False
 
     def initialize(
         self,
@@ -86,7 +86,7 @@ class DeepSpeedJob:
             raise RuntimeError("model and sequence parallelism of DeepSpeed are not followed")
         if not isinstance(model, nn.Module):
             raise RuntimeError("deepspeed.initialize wants a model")
-        if self._has_engine:
+        if self.rank.parameters:
             raise RuntimeError("several engines of DeepSpeed in a script are not followed")
         given = config if config is not None else config_params
         settings = _settings(given if given is not None else getattr(args, "deepspeed_config", None))
@@ -100,7 +100,6 @@ class DeepSpeedJob:
         trained = model_parameters if model_parameters is not None else model.parameters()
         basic = _optimizer(optimizer, list(trained), file)
         engine = DeepSpeedEngine(self, model, basic, file, settings)
-        self._has_engine = True
         engine.lr_scheduler = _scheduler(lr_scheduler, basic, settings)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -155,13 +154,10 @@ class DeepSpeedEngine(nn.Module):
         if len(basic.param_groups) > 1:
             job.note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
-        full_shapes = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
+        for number, parameter in enumerate(model.parameters() if layout.zero.stage == 3 else ()):
+            _note_full_shape(parameter, number)
         played = rank.play(layout, training, elements(model))
         self.module = played.wrap_model(model)
-        if layout.zero.stage == 3:  # parameters report their full shapes
-            for number, (name, parameter) in enumerate(model.named_parameters()):
-                shape, count = full_shapes[name]
-                vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)
         played.is_boundary = self.is_gradient_accumulation_boundary
         self._update = played.update(maker_of(basic))
         self.basic_optimizer, self.optimizer = basic, _ZeroOptimizer(basic)
@@ -311,12 +307,8 @@ class _ZeroOptimizer(Optimizer):
 
 
 def _settings(given: Any) -> Mapping[str, Any]:
-    """Return settings from a mapping, a file, or encoded text, which Hugging Face's libraries also pass.
-
-    Raises:
-        RuntimeError: No settings are given.
-        UsageError: They cannot be read.
-    """
+    """Return settings from a mapping, a file, or encoded text, which Hugging Face's libraries also pass. Raises
+    `UsageError` if they cannot be read."""
     if given is None:
         raise RuntimeError("deepspeed.initialize is given no settings: config, or --deepspeed_config")
     if isinstance(given, str) and not Path(given).is_file():
@@ -367,14 +359,19 @@ class _Finder(MetaPathFinder, Loader):
     Where one process runs and DeepSpeed is missing, it stays missing for imports that handle that.
     """
 
-    def __init__(self, contents: Mapping[str, Mapping[str, Any]], rank: RankZero) -> None:
-        self._rank = rank
-        self._modules = {name: _Part(name) for name in contents}
-        for name, module in self._modules.items():
-            vars(module).update(contents[name])
+    def __init__(self, contents: Mapping[str, Any], rank: RankZero) -> None:
+        self._rank, self._modules = rank, dict[str, _Part]()
+        for path, value in contents.items():
+            module, _, name = f"{NAME}.{path}".rpartition(".")
+            vars(self._module(module))[name] = value
+
+    def _module(self, name: str) -> _Part:
+        if name not in self._modules:
+            self._modules[name] = _Part(name)
             package, _, leaf = name.rpartition(".")
             if package:
-                vars(self._modules[package])[leaf] = module
+                vars(self._module(package))[leaf] = self._modules[name]
+        return self._modules[name]
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if not f"{fullname}.".startswith(f"{NAME}."):
@@ -387,7 +384,7 @@ class _Finder(MetaPathFinder, Loader):
         return self._rank.launched > 1 or PathFinder.find_spec(NAME) is not None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return self._modules.get(spec.name) or _Part(spec.name)
+        return self._module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 
@@ -426,51 +423,42 @@ class _Part(types.ModuleType):
         return False
 
 
-def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Return module -> its attributes, without those of its submodules."""
+def _contents(job: DeepSpeedJob) -> dict[str, Any]:
+    """Return the supported attributes by their paths in the package."""
+    do_nothing = giving(None)
     zero = {
         "Init": Init,
-        "register_external_parameter": giving(None),
+        "register_external_parameter": do_nothing,
         "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # without an engine they are not partitioned
     }
-    arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
-    of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
-    within: dict[str, dict[str, Any]] = {
-        "": {
-            "__version__": VERSION,
-            "initialize": job.initialize,
-            "init_distributed": job.init_distributed,
-            "add_config_arguments": _add_arguments,
-            "DeepSpeedEngine": DeepSpeedEngine,
-        },
-        ".zero": zero,
-        ".comm": {**of_torch, "init_distributed": job.init_distributed},
-        ".checkpointing": {"checkpoint": _checkpoint, "configure": giving(None), "is_configured": giving(True)},
-        ".utils": {
-            "logger": logging.getLogger("DeepSpeed"),
-            "log_dist": giving(None),
-            "set_z3_leaf_modules": giving(None),
-        },
-        ".runtime": {},
-        ".runtime.zero": zero,
-        ".runtime.zero.partition_parameters": {**zero, **arange},
-        ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-        ".runtime.lr_schedules": {
-            "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-        },
-        ".accelerator": {"get_accelerator": _Accelerator},
-        ".ops": {},
-        ".ops.adam": {
-            "FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
-            "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
-        },
-        ".ops.lion": {
-            "FusedLion": kind_of("FusedLion", "lion"),
-            "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
-        },
-        ".ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
+    return {
+        "__version__": VERSION,
+        "initialize": job.initialize,
+        "init_distributed": job.init_distributed,
+        "add_config_arguments": _add_arguments,
+        "DeepSpeedEngine": DeepSpeedEngine,
+        "runtime.engine.DeepSpeedEngine": DeepSpeedEngine,
+        **{f"zero.{name}": value for name, value in zero.items()},
+        **{f"runtime.zero.{name}": value for name, value in zero.items()},
+        **{f"runtime.zero.partition_parameters.{name}": value for name, value in zero.items()},
+        "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn,
+        "runtime.zero.partition_parameters._orig_torch_arange": torch.arange,
+        "runtime.lr_schedules.VALID_LR_SCHEDULES": _SCHEDULES,
+        **{f"comm.{name}": getattr(dist, name) for name in dir(dist) if not name.startswith("_")},
+        "comm.init_distributed": job.init_distributed,
+        "checkpointing.checkpoint": _checkpoint,
+        "checkpointing.configure": do_nothing,
+        "checkpointing.is_configured": giving(True),
+        "utils.logger": logging.getLogger("DeepSpeed"),
+        "utils.log_dist": do_nothing,
+        "utils.set_z3_leaf_modules": do_nothing,
+        "accelerator.get_accelerator": _Accelerator,
+        "ops.adam.FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
+        "ops.adam.DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
+        "ops.lion.FusedLion": kind_of("FusedLion", "lion"),
+        "ops.lion.DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
+        "ops.adagrad.DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad"),
     }
-    return {f"{NAME}{name}": content for name, content in within.items()}
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -488,10 +476,10 @@ class Init:
     """`deepspeed.zero.Init`: parameters that are made while it is entered never lie on a GPU in full."""
 
     _numbers = itertools.count()
+    _hook: RemovableHandle | None = None
 
     def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any) -> None:
         self._enabled = enabled
-        self._hook: RemovableHandle | None = None
         for parameter in module.parameters() if module is not None and enabled else ():
             self._mark(parameter)
 
@@ -508,7 +496,12 @@ class Init:
 
     def _mark(self, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
-            vars(parameter).update(ds_id=next(self._numbers), ds_shape=parameter.shape, ds_numel=parameter.numel())
+            _note_full_shape(parameter, next(self._numbers))
+
+
+def _note_full_shape(parameter: nn.Parameter, number: int) -> None:
+    """Set the attributes from which scripts read a parameter's shape while it is not gathered."""
+    vars(parameter).update(ds_id=number, ds_shape=parameter.shape, ds_numel=parameter.numel())
 
 
 class _Accelerator:

@@ -225,7 +225,7 @@ def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | Non
 def _notes(record: ScriptRecord) -> Iterator[Note]:
     settings = record.settings
     precision = settings.get("precision_in_words", settings.get("precision"))
-    micro = f", {record.backwards} backward passes in a step" if record.backwards > 1 else ""
+    micro = f", {settings['accumulation']} backward passes in a step" if "accumulation" in settings else ""
     text = (
         f"the script trains with {settings.get('optimizer')}, {precision}, {record.batch_size} samples in a forward "
         f"pass{micro}"

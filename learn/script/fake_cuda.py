@@ -222,8 +222,8 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
 
 # Functions of torch.cuda that are replaced by no-ops.
 _NOTHING = (
-    "init _lazy_init synchronize set_device set_stream empty_cache ipc_collect manual_seed manual_seed_all seed seed_all "
-    "set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction "
+    "init _lazy_init synchronize set_device set_stream empty_cache ipc_collect manual_seed manual_seed_all seed "
+    "seed_all set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction "
     "reset_accumulated_memory_stats _lazy_call _check_capability _check_cubins _set_rng_state_offset _sleep"
 )
 
@@ -476,18 +476,13 @@ def _install_dtypes(autocast: Any) -> None:
     """Answer queries of autocast's state for the GPU."""
 
     @replace_in("is_autocast_enabled", torch)
-    def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
-        return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)
-
     @replace_in("get_autocast_dtype", torch)
-    def dtype(dtype_of: Callable[..., torch.dtype], device_type: str = "cuda") -> torch.dtype:
-        return autocast.dtype or torch.float16 if device_type in ("cuda", "meta") else dtype_of(device_type)
+    def ask_about_meta(ask: Callable[..., Any], device_type: Any = "cuda") -> Any:
+        return ask("meta" if device_type == "cuda" else device_type)
 
     @replace_in("_is_any_autocast_enabled", torch._C)
     def is_any_enabled(any_enabled: Callable[..., bool]) -> bool:
         return autocast.dtype is not None or any_enabled()
-
-    replace_attribute(torch, "get_autocast_gpu_dtype", torch.get_autocast_dtype)
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:

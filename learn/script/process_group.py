@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from featurize.operators.replacing import replace_attribute, replaced
+from featurize.operators.replacing import instead_of, replace_attribute, replaced
 from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
@@ -57,7 +58,7 @@ class RankZero:
         self.streams = Streams()
         self.streams.recorder = recorder
         self._zero: ZeroRank | None = None
-        self._wrapper: Parallel | None = None  # layout of the first replica
+        self.wrapper: Parallel | None = None  # layout of the first model that is wrapped for all ranks
         self._ranks: Ranks | None = None  # there is a process group of several ranks
         self._collectives: tuple[Collective, ...] = ()
         self._entered = contextlib.ExitStack()  # left when the process ends
@@ -81,33 +82,23 @@ class RankZero:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
         return self._command.layout(self.launched).changed(own=1, ddp=self.launched, **given)
 
-    def add(self, settings: Parallel) -> None:
-        """Add a wrapped model with replicas on all ranks."""
-        self._wrapper = self._wrapper or settings
-
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return the simulated rank of ZeRO, with the script's recorder, for a model of `parameters` elements. It is
         active from now on."""
         from featurize.trace.tracer import played_rank
         from featurize.training.zero import ZeroRank
 
-        self._wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
+        self.wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
         assert isinstance(played, ZeroRank), "a layout of ZeRO"
         played.attach(self.recorder)
         self.parameters = parameters
         self._zero = played
         return played
 
-    def begin_backward(self) -> None:
-        """Begin a backward pass."""
+    def begin_phase(self, phase: str) -> None:
+        """Begin a backward pass, or what follows it."""
         if self._zero is not None:
-            self._zero.begin_phase("forward")
-            self._zero.begin_phase("backward")
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        if self._zero is not None:
-            self._zero.begin_phase("optimizer")
+            self._zero.begin_phase(phase)
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
@@ -136,7 +127,7 @@ class RankZero:
         """Return the layout of the job; None for one process, or for several that never communicate."""
         if self.launched == 1 or self._ranks is None:
             return None
-        return self._wrapper or self._command.layout(self.launched)
+        return self.wrapper or self._command.layout(self.launched)
 
     def remarks(self) -> list[str]:
         """Return the assumptions about the ranks."""
@@ -174,6 +165,7 @@ class RankZero:
 
 
 ALONE = "torch.distributed runs with one process: buffers of NCCL are not counted"
+_SHARDS_ALONE = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
 _OFFLOADED = (
     "CPU offload of shards is not followed in scripts: estimate the model itself with parallel=fsdp=N,cpu_offload=true"
 )
@@ -193,23 +185,20 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
         rank: The rank of this process.
         note: Called when the script uses torch.distributed.
     """
-    replace_attribute(torch.multiprocessing, "spawn", _calling_directly(rank))
-    replace_attribute(torch.multiprocessing, "start_processes", _calling_directly(rank))
-    if not dist.is_available():
-        return
-    _install_group(rank, note)
-    _install_collectives(rank)
-    _install_replicas(rank, note)
 
-
-def _calling_directly(rank: RankZero) -> Callable[..., None]:
-    def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def call_directly(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if rank.launched != 1 != nprocs:
             raise RuntimeError(f"each of {rank.launched} processes starts {nprocs} more: that is not followed")
         rank.launched = max(rank.launched, nprocs)
         fn(0, *args)
 
-    return spawn
+    replace_attribute(torch.multiprocessing, "spawn", call_directly)
+    replace_attribute(torch.multiprocessing, "start_processes", call_directly)
+    if not dist.is_available():
+        return
+    _install_group(rank, note)
+    _install_collectives(rank)
+    _install_replicas(rank, note)
 
 
 def _replace(**functions: Any) -> None:
@@ -245,13 +234,9 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
         begin("fake", store=FakeStore(), rank=0, world_size=ranks)
         if ranks == 1:
             note(ALONE)
-            alone = "fully_shard cannot be followed in one process: start the script with torchrun, or leave it out"
-            _refuse_fully_shard(_refusing(alone))
         else:
             rank.begin()
-            _refuse_offload()
-            if "fsdp" in refused_modes():
-                _refuse_shards()
+        _refuse_shards(ranks)
 
     @functools.wraps(group_of)
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
@@ -265,41 +250,34 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
     )
 
 
-def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    except ImportError:  # a release without it
-        return
-    replace_attribute(FSDPState, "init", refuse)
-
-
-def _refuse_offload() -> None:
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+def _refuse_shards(ranks: int) -> None:
+    """Refuse the wrappers of PyTorch that cannot be followed among these ranks, and in the installed release."""
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def offload(self: Any, offload_params: bool = False) -> None:
         if offload_params:
             raise RuntimeError(_OFFLOADED)
         self.offload_params = False
 
-    replace_attribute(CPUOffload, "__init__", offload)
-    replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
-
-
-def _refuse_shards() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse_release(*_: Any, **__: Any) -> None:
         require_torch(SHARDS, "FSDP or tensor parallelism in a script")
 
+    if ranks == 1:
+        replace_attribute(FSDPState, "init", _refusing(_SHARDS_ALONE))
+        return
+    replace_attribute(CPUOffload, "__init__", offload)
+    replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
     for owner, name in (
+        (FSDPState, "init"),
         (FullyShardedDataParallel, "__init__"),
         (DTensor, "__new__"),
         (Shard, "_shard_tensor"),
         (Replicate, "_replicate_tensor"),
     ):
-        replace_attribute(owner, name, refuse)
-    _refuse_fully_shard(refuse)
+        if "fsdp" in refused_modes():
+            replace_attribute(owner, name, refuse_release)
 
 
 def _refusing(reason: str) -> Callable[..., None]:
@@ -314,14 +292,10 @@ def _install_collectives(rank: RankZero) -> None:
     tensors on the host, and for objects, each rank is assumed to have this rank's."""
     all_reduce = dist.all_reduce
 
-    def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(gather)
-        def collective(outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = gather(outputs, tensor, *args, **kwargs)
-            rank.assign_gathered(outputs, tensor)
-            return work
-
-        return collective
+    def gathered(gather: Callable[..., Any], outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = gather(outputs, tensor, *args, **kwargs)
+        rank.assign_gathered(outputs, tensor)
+        return work
 
     @functools.wraps(all_reduce)
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -349,8 +323,8 @@ def _install_collectives(rank: RankZero) -> None:
     refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
     _replace(
         all_reduce=reduce,
-        all_gather=gathering(dist.all_gather),
-        all_gather_into_tensor=gathering(dist.all_gather_into_tensor),
+        all_gather=instead_of(dist.all_gather, gathered),
+        all_gather_into_tensor=instead_of(dist.all_gather_into_tensor, gathered),
         reduce=reduce_to_one,
         gather=gather,
         scatter=scatter,
@@ -379,51 +353,30 @@ def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
 
 
 def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
-    """Replace the functions of DistributedDataParallel, in this process.
+    """Replace the functions of DistributedDataParallel, in this process; `note` gets each action that is left out."""
+    signature = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
+    switches = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
 
-    Args:
-        rank: Notified of each wrapped model.
-        note: Called with each action that is left out.
-    """
-
-    def init(
-        self: Any,
-        module: nn.Module,
-        device_ids: list[Any] | None = None,
-        output_device: Any = None,
-        dim: int = 0,
-        broadcast_buffers: bool = True,
-        init_sync: bool = True,
-        process_group: Any = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        *_: Any,
-        **more: Any,
-    ) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.arguments.setdefault("broadcast_buffers", True)  # newer releases have None, and mean the same
+        bound.apply_defaults()
+        given = bound.arguments
         if not dist.is_initialized():
             raise RuntimeError("DistributedDataParallel needs torch.distributed.init_process_group first")
-        if more.get("mixed_precision") is not None:
+        if given["mixed_precision"] is not None:
             raise RuntimeError(_MIXED)
-        if (mesh := more.get("device_mesh")) is not None:
+        mesh, process_group = given["device_mesh"], given["process_group"]
+        if mesh is not None:
             process_group = mesh.get_group(mesh_dim=0)
         nn.Module.__init__(self)
-        self.module, self.device_ids, self.output_device, self.dim = module, device_ids, output_device, dim
-        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
-        self.process_group, self.static_graph = process_group or dist.group.WORLD, static_graph
-        self.require_backward_grad_sync, self.require_forward_param_sync = True, True
-        self.broadcast_buffers = broadcast_buffers
-        settings = rank.settings(
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=bool(find_unused_parameters),
-            gradient_as_bucket_view=bool(gradient_as_bucket_view),
-            static_graph=bool(static_graph),
-            broadcast_buffers=bool(broadcast_buffers),
-        )
+        for name in ("module", "device_ids", "output_device", "dim", *switches):
+            setattr(self, name, given[name])
+        self.process_group = process_group or dist.group.WORLD
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        settings = rank.settings(bucket_cap_mb=given["bucket_cap_mb"], **{name: bool(given[name]) for name in switches})
         replica = Replica(
-            module,
+            self.module,
             rank.streams,
             settings,
             kind=BUCKET if rank.launched > 1 else "gradient",
@@ -431,7 +384,7 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
         )
         object.__setattr__(self, REPLICA, replica)
         if dist.get_world_size(process_group) == rank.launched:
-            rank.add(settings)
+            rank.wrapper = rank.wrapper or settings
 
     for name, function in (
         ("__init__", init),

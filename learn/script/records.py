@@ -75,7 +75,6 @@ class ScriptRecord:
     problem    why there is no trace, with the script's file and line where they are known
     settings   the script's choices: names of `SETTINGS`
     batch_size samples in a forward pass
-    backwards  backward passes in a step: more than one accumulate gradients
     notes      actions that were suppressed or replaced
     parallel   layout of its processes; None for a single process
     files      paths that it read, as `keep` takes them; None where they are not known
@@ -86,7 +85,6 @@ class ScriptRecord:
     problem: str | None
     settings: Mapping[str, Setting]
     batch_size: int
-    backwards: int
     notes: tuple[str, ...]
     parallel: Parallel | None = None
     files: tuple[str, ...] | None = None
@@ -132,7 +130,6 @@ def record_of_json(content: Any) -> ScriptRecord:
         problem=None if problem is None else text_of(problem),
         settings={name: _setting(name, value) for name, value in fields_of(content["settings"], dict).items()},
         batch_size=count_of(content["batch_size"]),
-        backwards=count_of(content["backwards"]),
         notes=tuple(text_of(note) for note in fields_of(content["notes"], list)[:100]),
         parallel=parse_parallel(content["parallel"]),
         files=None if files is None else tuple(fields_of(file, str) for file in fields_of(files, list)),

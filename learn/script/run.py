@@ -156,11 +156,8 @@ class ScriptCompiler:
         return module
 
     def _graphs(self, given: Mapping[str, Any]) -> CudaGraphs | None:
-        """Return the CUDA graphs of a module, by the arguments of torch.compile; one object for the whole script.
-
-        Raises:
-            RuntimeError: Inductor does not know the mode, as torch.compile raises it.
-        """
+        """Return the CUDA graphs of a module by the arguments of torch.compile; one object for the whole script. Raises
+        `RuntimeError` for an unknown mode, as torch.compile does."""
         mode = given.get("mode")
         if given.get("backend", "inductor") == "inductor":
             from torch._inductor import list_mode_options  # imports the compiler
@@ -205,12 +202,10 @@ class ScriptRun:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         assume = self._recorder.values.assume
-        with self._recorder.modules(), as_on_cuda(None, self._spec.architecture.attention, assume) as enter_policy:
-            assert isinstance(enter_policy, types.MethodType) and isinstance(enter_policy.__self__, Autocast)
-            autocast = enter_policy.__self__
+        with self._recorder.modules(), as_on_cuda(None, self._spec.architecture.attention, assume) as autocast:
             self._note_precisions(autocast)
             install_cuda(self._spec, self._recorder, autocast, gpus=self._command.per_node)
-            self._watch.install(enter_policy)
+            self._watch.install(autocast.enter)
             install_process_group(self._rank, self._note)
             install_deepspeed(self._rank, self._watch, self._note)
             self._compiler.install()
@@ -251,7 +246,7 @@ class ScriptRun:
             with self._recorder, PretendCuda():
                 run(thread)
 
-    def _note_precisions(self, autocast: Any) -> None:
+    def _note_precisions(self, autocast: Autocast) -> None:
         names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
         @replace_in("switched", autocast)
@@ -277,7 +272,6 @@ class ScriptRun:
             problem=problem,
             settings=settings,
             batch_size=self._watch.batch_size or self._recorder.batch_size(),
-            backwards=self._watch.most_backwards,
             notes=(*self._notes, *self._compiler.notes()),
             parallel=self._rank.layout(),
             files=self._files_looked_at(),

@@ -187,13 +187,12 @@ class SavedFiles:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     def _place(self, path: Any, *, writes: bool, with_content: bool = True) -> Any:
-        """Return the location at which a file is read or written: while saving, it is written in the folder."""
+        """Return the location at which a file is read or written: while saving, it is written in the folder, beginning
+        with the existing content if `with_content`."""
         if not writes:
             return self.at(path)
-        return self._kept_copy(path, with_content=with_content) if self.takes(path) else path
-
-    def _kept_copy(self, path: Any, *, with_content: bool) -> str:
-        """Return the path to write to, with the existing content if `with_content`."""
+        if not self.takes(path):
+            return path
         self._note(NOTE)
         before = self.at(path) if with_content and os.path.lexists(path) else None
         redirected = self.into(path)

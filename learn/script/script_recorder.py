@@ -306,11 +306,11 @@ class StepWatch:
             if self._in_backward:  # a recomputed checkpoint
                 backward(*args, **kwargs)
                 return
-            self._rank.begin_backward()
+            self._rank.begin_phase("backward")
             self._begin("backward")
             with replaced(self, "_in_backward", True):
                 backward(*args, **kwargs)
-            self._rank.end_backward()
+            self._rank.begin_phase("optimizer")
             self._after_backward()
 
         @replace_in("zero_grad", Optimizer)

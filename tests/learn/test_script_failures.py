@@ -144,7 +144,6 @@ RECORD = ScriptRecord(
     problem=None,
     settings={"optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False},
     batch_size=2,
-    backwards=1,
     notes=("a note",),
 )
 
