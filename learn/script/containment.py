@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from featurize.operators.replacing import replace_attribute, replace_in
+from learn.script.records import note
 from learn.script.saved_files import SavedFiles, install_saving
 
 ENVIRONMENT = {
@@ -52,24 +53,23 @@ _LOOPBACK = ("127.", "::1", "localhost")
 _LOGGERS = "wandb mlflow comet_ml neptune aim clearml swanlab tensorboardX torch.utils.tensorboard"
 
 
-def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
+def contain(saved: Path) -> SavedFiles:
     """Replace the functions that save, connect, compile and start workers, in this process.
 
     Args:
-        note: Called with a sentence for each suppressed action.
         saved: A folder for the files that the script saves.
 
     Returns:
         The files that the script saves and reads.
     """
-    files = SavedFiles(saved, note)
-    install_saving(files, note)
+    files = SavedFiles(saved)
+    install_saving(files)
     files.install()
-    _refuse_connections(note)
-    _run_eagerly(note)
+    _refuse_connections()
+    _run_eagerly()
     replace_attribute(torch, "inference_mode", _without_gradients)
-    _load_in_this_process(note)
-    sys.meta_path.insert(0, SilentLoggers(note))
+    _load_in_this_process()
+    sys.meta_path.insert(0, SilentLoggers())
 
     @replace_in("_maybe_opt_step", torch.amp.GradScaler)
     def always_step(_maybe_step: Any, _scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
     return files
 
 
-def _refuse_connections(note: Callable[[str], None]) -> None:
+def _refuse_connections() -> None:
     def is_local(event: str, args: tuple[Any, ...]) -> bool:
         if event == "socket.connect":
             is_internet = args[0].family in (socket.AF_INET, socket.AF_INET6)
@@ -97,7 +97,7 @@ def _refuse_connections(note: Callable[[str], None]) -> None:
     sys.addaudithook(refuse)
 
 
-def _run_eagerly(note: Callable[[str], None]) -> None:
+def _run_eagerly() -> None:
     def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         note("TorchScript was left out: its functions and modules run as they are written")
         if isinstance(function, torch.nn.Module):
@@ -116,7 +116,7 @@ def _without_gradients(mode: Any = True) -> Any:
     return torch.no_grad() if mode else torch.enable_grad()
 
 
-def _load_in_this_process(note: Callable[[str], None]) -> None:
+def _load_in_this_process() -> None:
     signature = inspect.signature(DataLoader.__init__)
 
     @replace_in("__init__", DataLoader)
@@ -137,13 +137,7 @@ def leave_out_distributed() -> None:
 
 
 class SilentLoggers(MetaPathFinder, Loader):
-    """Make imports of experiment loggers return a module that accepts every call and does nothing.
-
-    note   called with a sentence that names the suppressed logger
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    """Make imports of experiment loggers return a module that accepts every call and does nothing."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         logger = _logger_of(fullname)
@@ -152,7 +146,7 @@ class SilentLoggers(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Silent(spec.name, self._note)
+        return _Silent(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 
@@ -160,17 +154,13 @@ class SilentLoggers(MetaPathFinder, Loader):
 class _Silent(types.ModuleType):
     """An object whose attributes can be called, entered, indexed and nested."""
 
-    def __init__(self, name: str, note: Callable[[str], None]) -> None:
-        super().__init__(name)
-        self._note = note
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Silent(f"{self.__name__}.{name}", self._note)
+        return _Silent(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._note(f"{_logger_of(self.__name__)} was kept from logging")
+        note(f"{_logger_of(self.__name__)} was kept from logging")
         if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
             return args[0]
         return self

@@ -40,6 +40,7 @@ from featurize.training.optimizers import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.fake_cuda import CUDA, giving
 from learn.script.process_group import RankZero
+from learn.script.records import note
 from learn.script.script_recorder import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"
@@ -48,9 +49,9 @@ _SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCos
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def install_deepspeed(rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
+def install_deepspeed(rank: RankZero, watch: StepWatch) -> None:
     """Install a package `deepspeed` whose engine simulates a rank, in this process."""
-    sys.meta_path.insert(0, _Finder(_contents(DeepSpeedJob(rank, watch, note)), rank))
+    sys.meta_path.insert(0, _Finder(_contents(DeepSpeedJob(rank, watch)), rank))
 
 
 class DeepSpeedJob:
@@ -59,11 +60,10 @@ class DeepSpeedJob:
     Args:
         rank: The rank of this process.
         watch: Watches the script's steps.
-        note: Called with each assumption.
     """
 
-    def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
-        self.rank, self.watch, self.note = rank, watch, note
+    def __init__(self, rank: RankZero, watch: StepWatch) -> None:
+        self.rank, self.watch = rank, watch
 
     def initialize(
         self,
@@ -150,9 +150,9 @@ class DeepSpeedEngine(nn.Module):
         }.items():
             setattr(self, name, giving(value))
         training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.zero.cpu_offload)
-        job.note(f"DeepSpeed does not run here: its stage {layout.zero.stage} is followed as release 0.19 has it")
+        note(f"DeepSpeed does not run here: its stage {layout.zero.stage} is followed as release 0.19 has it")
         if len(basic.param_groups) > 1:
-            job.note("assumed: all groups of the optimizer's parameters are updated as one")
+            note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
         for number, parameter in enumerate(model.parameters() if layout.zero.stage == 3 else ()):
             _note_full_shape(parameter, number)
@@ -229,13 +229,13 @@ class DeepSpeedEngine(nn.Module):
         )
 
     def save_checkpoint(self, *_: Any, **__: Any) -> bool:
-        self._job.note(_NOT_SAVED)
+        note(_NOT_SAVED)
         return True
 
     save_16bit_model = save_fp16_model = save_checkpoint
 
     def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:
-        self._job.note(_NOT_SAVED)
+        note(_NOT_SAVED)
         return None, {}
 
     def compile(self, *_: Any, **__: Any) -> None:

@@ -32,6 +32,7 @@ from featurize.training.rank import Replica
 from featurize.training.streams import Streams
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
+from learn.script.records import note
 
 if TYPE_CHECKING:
     from featurize.training.ranks import Ranks
@@ -178,13 +179,8 @@ class _Done:
     wait = is_completed = is_success = giving(True)
 
 
-def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
-    """Make torch.distributed work in this process, if the release has it.
-
-    Args:
-        rank: The rank of this process.
-        note: Called when the script uses torch.distributed.
-    """
+def install_process_group(rank: RankZero) -> None:
+    """Make torch.distributed work in the process of a rank, if the release has it."""
 
     def call_directly(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         if rank.launched != 1 != nprocs:
@@ -196,9 +192,9 @@ def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
     replace_attribute(torch.multiprocessing, "start_processes", call_directly)
     if not dist.is_available():
         return
-    _install_group(rank, note)
+    _install_group(rank)
     _install_collectives(rank)
-    _install_replicas(rank, note)
+    _install_replicas(rank)
 
 
 def _replace(**functions: Any) -> None:
@@ -209,7 +205,7 @@ def _replace(**functions: Any) -> None:
                 replace_attribute(module, name, function)
 
 
-def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
+def _install_group(rank: RankZero) -> None:
     begin, group_of = dist.init_process_group, dist.new_group
     backends = ["nccl"]
 
@@ -352,8 +348,8 @@ def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
     outputs[:] = [given] * len(outputs)
 
 
-def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
-    """Replace the functions of DistributedDataParallel, in this process; `note` gets each action that is left out."""
+def _install_replicas(rank: RankZero) -> None:
+    """Replace the functions of DistributedDataParallel, in this process."""
     signature = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
     switches = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
 

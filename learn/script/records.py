@@ -65,6 +65,12 @@ MOST_FILES = 2000  # files whose state is checked
 _CLOCK_NS = 20_000_000  # maximal lag of a file system's clock
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
+NOTES: dict[str, None] = {}  # notes of the script that this process runs, in order, each once
+
+
+def note(text: str) -> None:
+    """Note an action of this process's script that is suppressed or replaced, or an assumption."""
+    NOTES.setdefault(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from learn.script.containment import DISTRIBUTED, contain
 from learn.script.deepspeed_engine import install_deepspeed
 from learn.script.fake_cuda import PretendCuda, enter_everywhere, install_cuda
 from learn.script.process_group import REPLICA, RankZero, install_process_group
-from learn.script.records import SAVED, ScriptRecord, Setting, write_record
+from learn.script.records import NOTES, SAVED, ScriptRecord, Setting, note, write_record
 from learn.script.script_recorder import ScriptRecorder, StepWatch
 
 
@@ -64,13 +64,10 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
 
 
 class ScriptCompiler:
-    """The modules that a script has compiled: each has itself as `_orig_mod`, as torch's have the original.
+    """The modules that a script has compiled: each has itself as `_orig_mod`, as torch's have the original."""
 
-    note   called for each function that was not compiled
-    """
-
-    def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
-        self._recorder, self._note = recorder, note
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
         self._regions: list[CompiledRegions] = []
 
     def install(self) -> None:
@@ -85,7 +82,7 @@ class ScriptCompiler:
 
             @functools.wraps(model)
             def noting(*args: Any, **kwargs: Any) -> Any:
-                self._note("torch.compile of a function was left out: it runs as it is written")
+                note("torch.compile of a function was left out: it runs as it is written")
                 return model(*args, **kwargs)
 
             return noting
@@ -164,7 +161,7 @@ class ScriptCompiler:
 
             list_mode_options(mode)
         if isinstance(mode, str) and mode.startswith("max-autotune"):
-            self._note(AUTOTUNED)
+            note(AUTOTUNED)
         if mode not in GRAPH_MODES and not (given.get("options") or {}).get("triton.cudagraphs"):
             return None
         self._recorder.memory.graphs = self._recorder.memory.graphs or CudaGraphs()
@@ -187,18 +184,16 @@ class ScriptRun:
         self._command, self._spec = ScriptCommand(**command), device_from_mapping(device)
         self._script, self._from, self._folder = self._command.script, os.getcwd(), Path(folder)
         self._recorder, self._own_packages = ScriptRecorder(), OwnPackages()
-        self._notes: dict[str, None] = {}  # in order, each once
-        self._note: Callable[[str], None] = self._notes.setdefault
         self._rank = RankZero(self._recorder, self._command)
         self._precisions: list[str] = []
         self._watch = StepWatch(self._recorder, self._rank, self.finish)
-        self._compiler = ScriptCompiler(self._recorder, self._note)
+        self._compiler = ScriptCompiler(self._recorder)
 
     def run(self) -> None:
         """Run the script until its steps are done, and write the record. Never returns."""
         complete()
         mend_torchvision()
-        self._files = contain(self._note, self._folder / SAVED)
+        self._files = contain(self._folder / SAVED)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         assume = self._recorder.values.assume
@@ -206,8 +201,8 @@ class ScriptRun:
             self._note_precisions(autocast)
             install_cuda(self._spec, self._recorder, autocast, gpus=self._command.per_node)
             self._watch.install(autocast.enter)
-            install_process_group(self._rank, self._note)
-            install_deepspeed(self._rank, self._watch, self._note)
+            install_process_group(self._rank)
+            install_deepspeed(self._rank, self._watch)
             self._compiler.install()
             self._follow_threads()
             enter_everywhere(unless=lambda: self._compiler.capturing)
@@ -266,13 +261,13 @@ class ScriptRun:
         else:
             problem, settings["precision_in_words"] = None, precision_in_words(trace, str(settings["precision"]))
         for remark in self._rank.remarks():
-            self._note(remark)
+            note(remark)
         record = ScriptRecord(
             trace=trace,
             problem=problem,
             settings=settings,
             batch_size=self._watch.batch_size or self._recorder.batch_size(),
-            notes=(*self._notes, *self._compiler.notes()),
+            notes=(*NOTES, *self._compiler.notes()),
             parallel=self._rank.layout(),
             files=self._files_looked_at(),
         )

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from featurize.operators.replacing import replace_attribute, replace_in, replaced
 from learn.script.fake_cuda import names_cuda
+from learn.script.records import note
 
 NOTE = "files that the script saves were kept in a folder that is removed"
 # Names of functions, in any library and in the script, inside which files count as saved. Data sets that are saved to
@@ -57,13 +58,10 @@ FUNCTIONS = {
 
 
 class SavedFiles:
-    """The files that a script has saved. A path keeps its name below `root`, and is looked up there first.
+    """The files that a script has saved. A path keeps its name below `root`, and is looked up there first."""
 
-    note   called with `NOTE` when a file is redirected
-    """
-
-    def __init__(self, root: Path, note: Callable[[str], None]) -> None:
-        self._root, self._note = os.path.abspath(root), note
+    def __init__(self, root: Path) -> None:
+        self._root = os.path.abspath(root)
         self._apart = os.path.dirname(self._root) + os.sep  # folder of this project's own files
         self._used = False
         self._removed: set[str] = set()  # paths that the script has removed while saving, and that still exist
@@ -193,7 +191,7 @@ class SavedFiles:
             return self.at(path)
         if not self.takes(path):
             return path
-        self._note(NOTE)
+        note(NOTE)
         before = self.at(path) if with_content and os.path.lexists(path) else None
         redirected = self.into(path)
         if before is not None and before != redirected:
@@ -360,13 +358,8 @@ class _Loading:
     back_on_gpu = True
 
 
-def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
-    """Make torch and safetensors save into the folder of `files` and load from there, in this process.
-
-    Args:
-        files: The saved files.
-        note: Called with a sentence for each replaced action.
-    """
+def install_saving(files: SavedFiles) -> None:
+    """Make torch and safetensors save into the folder of `files` and load from there, in this process."""
     _install_pickling()
     lost: dict[str, str] = {}  # path of a saved file whose content could not be stored -> the reason
 

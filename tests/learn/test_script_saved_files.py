@@ -24,7 +24,7 @@ def work(tmp_path, monkeypatch):
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    SavedFiles(tmp_path / "own" / "saved", lambda note: None).install()
+    SavedFiles(tmp_path / "own" / "saved").install()
     yield folder
     for functions, members in zip(supported, before, strict=True):
         functions.intersection_update(members)
