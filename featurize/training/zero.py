@@ -33,13 +33,7 @@ NORM, FLAG = 4, 1  # bytes of a norm, and of the flag for non-finite values
 
 class ZeroRank(Rank, OwnOptimizer, abc.ABC):
     """A rank of any stage, also the optimizer of its part: master weights in fp32 with an optimizer for each, or none
-    where they are in host memory.
-
-    Args:
-        parallel: Stage and settings.
-        rank: The rank's number, from 0.
-        settings: The training settings.
-    """
+    where they are in host memory. Ranks are numbered from 0."""
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
         super().__init__()
@@ -156,7 +150,7 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
 class PartitionedRank(ZeroRank):
     """A rank of stages 1 and 2. Parameters are views of one flat buffer; gradients are reduced in buckets, and each
     rank keeps those of its own parameters (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
-    `copy_grads_in_partition`). Args as in `ZeroRank`."""
+    `copy_grads_in_partition`)."""
 
     def _spread(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
         self._trained, sizes, streams = trained, [p.numel() for p in trained], self._streams

@@ -30,7 +30,7 @@ from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, nor
 class ZeroShardedRank(ZeroRank):
     """A rank of stage 3. Parameters are empty except while modules need them. The rank keeps a part of each gradient,
     in one buffer for the whole training (`__add_grad_to_ipg_bucket`, `__avg_scatter_grads`, `partition_grads`), and
-    updates them group by group. Args as in `ZeroRank`."""
+    updates them group by group."""
 
     def _spread(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
         zero, streams = self._zero, self._streams
@@ -502,12 +502,7 @@ class _Mark(torch.autograd.Function):
 
 
 class LentParameters(dict[str, nn.Parameter | None]):
-    """A module's parameters; other modules may take one of them.
-
-    Args:
-        parameters: Name -> parameter.
-        on_take: Called with a parameter that is taken.
-    """
+    """A module's parameters by name; other modules may take one of them, with which `on_take` is called."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_take: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)

@@ -54,14 +54,8 @@ _LOGGERS = "wandb mlflow comet_ml neptune aim clearml swanlab tensorboardX torch
 
 
 def contain(saved: Path) -> SavedFiles:
-    """Replace the functions that save, connect, compile and start workers, in this process.
-
-    Args:
-        saved: A folder for the files that the script saves.
-
-    Returns:
-        The files that the script saves and reads.
-    """
+    """Replace the functions that save, connect, compile and start workers, in this process. Returns the files that the
+    script reads, and those that it saves, which go to a folder."""
     files = SavedFiles(saved)
     install_saving(files)
     files.install()

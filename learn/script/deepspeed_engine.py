@@ -55,12 +55,7 @@ def install_deepspeed(rank: RankZero, watch: StepWatch) -> None:
 
 
 class DeepSpeedJob:
-    """The functions of DeepSpeed that a script calls first.
-
-    Args:
-        rank: The rank of this process.
-        watch: Watches the script's steps.
-    """
+    """The functions of DeepSpeed that a script calls first."""
 
     def __init__(self, rank: RankZero, watch: StepWatch) -> None:
         self.rank, self.watch = rank, watch

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
+from featurize.operators.autocast import Autocast
 from featurize.operators.replacing import replace_attribute, replace_in, replaced
 from featurize.recording.recorder import Recorder
 
@@ -281,15 +282,9 @@ _KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: int = 1) -> None:
-    """Make this process's torch report one GPU.
-
-    Args:
-        spec: The GPU model.
-        recorder: Knows the live bytes.
-        autocast: The process's `featurize.operators.autocast.Autocast`, which knows the type to cast to.
-        gpus: Number of reported GPUs; only the first one is used.
-    """
+def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Autocast, *, gpus: int = 1) -> None:
+    """Make this process's torch report GPUs of a model, of which only the first one is used. The recorder knows the
+    live bytes, the casts know the type to cast to."""
     cuda, accelerator = torch.cuda, torch.accelerator
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
@@ -472,7 +467,7 @@ def _install_default_device(recorder: Recorder) -> None:
             return calling(self, *function)
 
 
-def _install_dtypes(autocast: Any) -> None:
+def _install_dtypes(autocast: Autocast) -> None:
     """Answer queries of autocast's state for the GPU."""
 
     @replace_in("is_autocast_enabled", torch)

@@ -44,10 +44,6 @@ REPLICA = "_gpufarm_replica"  # attribute of a DistributedDataParallel: its `Rep
 class RankZero:
     """The only process that runs, of those that a launcher starts.
 
-    Args:
-        recorder: The script's recorder.
-        command: The command that starts the processes.
-
     `launched` is the number of processes. A script that starts processes itself changes it. `parameters` is the number
     of elements of the model that `play` partitions; 0: the rank holds all of its model.
     """

@@ -185,14 +185,8 @@ def with_trace(record: ScriptRecord) -> ScriptRecord | None:
 
 
 def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
-    """Store a run, unless a file that it read has changed since it began. Returns the record, with the job's key if
-    stored.
-
-    Args:
-        key: Key of the run.
-        record: The run's record.
-        began_ns: Start of the run, by `time.time_ns`.
-    """
+    """Store a run, unless a file that it read has changed since it began, at `began_ns` by `time.time_ns`. Returns the
+    record, with the job's key if stored."""
     if user_cache() is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
         return record
     stamps = {path: _stamp(path) for path in record.files}

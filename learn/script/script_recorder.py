@@ -279,11 +279,8 @@ class StepWatch:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def install(self, enter_policy: Callable[[str], None]) -> None:
-        """Hook into every optimizer and every backward pass of this process.
-
-        Args:
-            enter_policy: Called with each phase that begins.
-        """
+        """Hook into every optimizer and every backward pass of this process; `enter_policy` is called with each phase
+        that begins."""
         self._enter_policy = enter_policy
         self._watch_settings()
         optimizers.register_optimizer_step_pre_hook(self._before_step)
