@@ -234,10 +234,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
                 item.add_marker(pytest.mark.wide)
 
 
+_sharing_traces: Any = None  # the module of the last test, if its tests share their traces
+
+
 @pytest.fixture(autouse=True)
-def no_answers_of_other_tests():
-    """Forget traces and answers: tests replace parts of what makes them."""
-    for name in ("featurize.trace.trace_cache", "learn.estimation.answers"):
+def no_answers_of_other_tests(request: pytest.FixtureRequest) -> None:
+    """Forget answers, and traces but for those of a module with `shares_traces`: tests replace parts of what makes
+    them."""
+    global _sharing_traces
+    shared, _sharing_traces = (
+        _sharing_traces,
+        request.module if request.node.get_closest_marker("shares_traces") else None,
+    )
+    forgotten = ["learn.estimation.answers"]
+    if shared is None or shared is not _sharing_traces:
+        forgotten.append("featurize.trace.trace_cache")
+    for name in forgotten:
         if (module := sys.modules.get(name)) is not None:
             module.clear()
 

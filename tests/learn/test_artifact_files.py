@@ -27,6 +27,8 @@ from learn.judging.report import model_card
 from learn.rows.data import TARGETS as KNOWN_TARGETS
 from tests.learn.learn_rows import make_configs, restamp, write_batch
 
+pytestmark = pytest.mark.shares_traces
+
 CONFIGS = make_configs(80)
 
 

@@ -277,7 +277,12 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
 def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folder):
     done = benchmark(
         BenchmarkSettings(
-            data=str(warehouse_folder), target="drama", rows=15, workers=0, estimators=("trace", "lightgbm")
+            data=str(warehouse_folder),
+            target="drama",
+            rows=15,
+            workers=0,
+            split="holdout",
+            estimators=("trace", "lightgbm"),
         )
     )
     assert {f.estimator for f in done.figures} == {"lightgbm", "trace"}

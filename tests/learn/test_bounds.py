@@ -13,6 +13,8 @@ from learn import devices_that_fit, estimate
 from learn.estimation.known_runs import KINDS
 from tests.learn.learn_rows import write_batch
 
+pytestmark = pytest.mark.shares_traces
+
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
 MAPPING = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"

@@ -13,6 +13,8 @@ from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mappi
 from tests.learn.learn_rows import make_configs, runner, write_batch
 from warehouse.files.folder import DataFolder
 
+pytestmark = pytest.mark.shares_traces
+
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
 TRUE = MachineProfile(name="x", context_mib=520, kernels_mib=90, cudnn_mib=130, other_mib=310)
 

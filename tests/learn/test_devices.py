@@ -29,6 +29,8 @@ from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.learn.learn_rows import runner, write_batch
 from warehouse.files.folder import DataFolder
 
+pytestmark = pytest.mark.shares_traces
+
 CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
 NAMES = [
     ("h100", "H100-SXM5-80GB"),

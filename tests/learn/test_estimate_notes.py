@@ -19,6 +19,8 @@ from learn.job.training_job import LOOPS, PIPELINE, RESIDENT, Case
 from learn.rows.step_store import compute
 from tests.learn.learn_rows import make_configs, write_batch
 
+pytestmark = pytest.mark.shares_traces
+
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
 

@@ -14,6 +14,8 @@ from learn.job.inputs import STEPS_DRAWN, batches_of, with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.featurize.small_nets import Computes
 
+pytestmark = pytest.mark.shares_traces
+
 A100 = load_device("A100-SXM4-40GB")
 MODULE = "tests.learn.test_fits"
 

@@ -26,6 +26,8 @@ from tests.featurize.small_nets import Computes, linear_then
 from tests.learn.learn_rows import make_configs, restamp, run_estimate, write_batch
 from warehouse.files.folder import DataFolder
 
+pytestmark = pytest.mark.shares_traces
+
 DEVICE = "A100-SXM4-40GB"
 DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)

@@ -16,6 +16,8 @@ from learn import estimate, estimate_many
 from learn.fitting.config_models import drawn_cases
 from tests.learn.learn_rows import make_configs, write_runs
 
+pytestmark = pytest.mark.shares_traces
+
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adamw": 2, "momentum": 1}  # copies of the weights
 CONFIG = mlp.Config(batch_size=256, input_size=2048, classes=10, depth=4)

@@ -92,7 +92,7 @@ def test_a_model_that_timm_does_not_have_is_told_with_the_release():
         workload_of(timm_row("resnet_of_tomorrow")).batch("meta")
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in LARGE])
 def test_every_known_model_trains_a_step(name):
     library, kind = KNOWN_MODELS[name].args[0].partition(".")[0], KNOWN_MODELS[name].args[1]

@@ -124,7 +124,7 @@ def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("fsdp=8", marks=pytest.mark.needs_mode("fsdp")),
+        pytest.param("fsdp=8", marks=[pytest.mark.wide, pytest.mark.needs_mode("fsdp")]),
         pytest.param("ddp=8,zero=2", marks=pytest.mark.wide),
         "ddp=8,zero=3",
         pytest.param("pp=2", marks=pytest.mark.needs_mode("pp")),
@@ -248,8 +248,6 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
     assert parts.sent_mib["send"] > 0 and "send" not in shards.sent_mib and parts.exposed_ms > 0
     assert any("a batch for 4 ranks each (cp=4)" in note for note in parts.warnings)
     assert any("divided along their second dimension" in note for note in parts.warnings)
-    both = estimate(config, parallel="fsdp=2,cp=2", estimator="trace")
-    assert both.breakdown["communication"] == 2 * parts.breakdown["communication"]
 
 
 @pytest.mark.needs_mode("fsdp")
@@ -426,7 +424,7 @@ def test_a_file_is_read_once_and_is_the_settings_that_it_has(tmp_path, monkeypat
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "sizes", [{"hidden_size": 1024}, {"text_config": types.SimpleNamespace(hidden_sizes=[8, 1024])}]
 )

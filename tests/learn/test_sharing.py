@@ -34,6 +34,8 @@ from tests.learn.learn_rows import restamp, runner, write_csv
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.tables.schema import NOT_TOGETHER
 
+pytestmark = pytest.mark.shares_traces
+
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 784, "classes": 10, "depth": 3}
 
 

@@ -23,6 +23,8 @@ from tests.featurize.small_nets import Computes, linear_then
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 
+pytestmark = pytest.mark.shares_traces
+
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
 HOSTILE = "</title><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
