@@ -411,8 +411,15 @@ def _frames(
     return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
 
 
+@functools.cache
+def _resolved(folder: Path) -> Path:
+    return folder.resolve()
+
+
 def is_installed(filename: str) -> bool:
     """Return whether a file is the standard library's, an installed library's, or this project's own code."""
-    path = Path(filename).resolve()
+    path = Path(filename).absolute()
+    # Libraries have thousands of files in hundreds of folders, and resolving a path looks at each folder above it.
+    path = path.resolve() if path.is_symlink() else _resolved(path.parent) / path.name
     is_own = any(path.is_relative_to(folder) for folder in _OWN)
     return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)
