@@ -244,6 +244,7 @@ def category(name: str) -> str:
     return f"{kind}_backward" if "backward" in name and f"{kind}_backward" in VOCABULARY else kind
 
 
+@functools.cache
 def kernel_kind(name: str) -> str | None:
     """Return the kind of an operator's kernel by its name without a namespace; None where its shapes decide."""
     if name in _ROW_OF and (kind := _ROW_OF[name].kernel) is not None:

@@ -8,7 +8,7 @@ lowers the clock. Like the times, all of it computes on NumPy arrays for estimat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
 from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, PRODUCT, STREAM, Calls
 from featurize.timing.packaged import packaged_parameters
-from featurize.timing.times import CORNER, Kernels, per_device, places_of
+from featurize.timing.times import CORNER, Kernels, places_of, rates_of
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 _IDLE_CLOCK = 0.1  # share of the full clock: about the clock of idle GPUs
@@ -70,7 +70,7 @@ class KernelLoad:
 def kernel_load(
     calls: Calls,
     kernels: Kernels,
-    spec: DeviceSpec | Sequence[DeviceSpec],
+    spec: DeviceSpec | tuple[DeviceSpec, ...],
     *,
     seconds: np.ndarray,
     memory_s: np.ndarray,
@@ -100,10 +100,10 @@ def kernel_load(
     )
 
 
-def pointwise_s(calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec]) -> Any:
+def pointwise_s(calls: Calls, spec: DeviceSpec | tuple[DeviceSpec, ...]) -> Any:
     """Return the time in s that each kernel's elementwise arithmetic keeps the FP32 pipe busy; 0 except for streams."""
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / per_device(spec, lambda device: device.peak_tflops.fp32 * 1e12)
+    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (rates_of(spec).vector_tflops * 1e12)
 
 
 def kernel_power(
@@ -126,7 +126,9 @@ def kernel_power(
     for _ in range(_ITERATIONS):
         left_w = (limit_w - idle_w - of_dram / longer(clock)).clip(min=1e-3)
         allowed = (left_w / of_sms.clip(min=1e-3)) ** (1 / learned.exponent)
-        clock = (clock * allowed.clip(min=_IDLE_CLOCK, max=1.0)) ** 0.5
+        before, clock = clock, (clock * allowed.clip(min=_IDLE_CLOCK, max=1.0)) ** 0.5
+        if xp is np and np.array_equal(before, clock):  # as where all kernels are below the limit
+            break
     factor = longer(clock)
     return idle_w + of_dram / factor + of_sms * clock**learned.exponent, factor
 
@@ -145,13 +147,12 @@ def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[An
 
 
 def under_limit(
-    load: KernelLoad, spec: DeviceSpec | Sequence[DeviceSpec], learned: PowerParameters
+    load: KernelLoad, spec: DeviceSpec | tuple[DeviceSpec, ...], learned: PowerParameters
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the power of each kernel in W under the limit that is set on a GPU, and the factor of its time relative to
     the board's own limit."""
-    idle_w = per_device(spec, lambda device: device.idle_power_w)
-    own_w = per_device(spec, lambda device: device.power_limit_w)
-    cap_w = per_device(spec, lambda device: device.power_limit_w if device.power_cap_w is None else device.power_cap_w)
+    device = rates_of(spec)
+    idle_w, own_w, cap_w = device.idle_w, device.own_limit_w, device.limit_w
     watts, own_clock_factor = kernel_power(load, idle_w, own_w, own_w, learned)
     is_lower = cap_w != own_w
     if not np.any(is_lower):
@@ -185,13 +186,13 @@ def load_power() -> PowerParameters:
 TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
 FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
 TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
+_TILE_COLUMNS = np.array([*zip(*TILES, strict=True), FP32_EFFICIENCY, TENSOR_EFFICIENCY])
 TENSOR_WARPS = 4  # warps of one block on the tensor cores
 FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # warps of such blocks for which an SM has registers
 SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
 SPLIT_US = 1.0  # time to add up the parts
 ATTENTION_ROWS = 64  # queries of one head that one block takes
 
-_WARP = 32  # threads; AMD's wavefronts of 64 count as two
 _REGISTERS_HOLD = 64  # most warps of an SM on the GPUs for which the warps of streams were counted
 
 
@@ -333,7 +334,7 @@ class StepActivity:
     power_w: float
 
 
-def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | Sequence[DeviceSpec]) -> Occupied:
+def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | tuple[DeviceSpec, ...]) -> Occupied:
     """Return the occupancy data of a step's kernels on a GPU model.
 
     Args:
@@ -341,18 +342,18 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | Sequence[Devi
         kernels: The same, on this GPU model, or on several.
         spec: The GPU model, or several.
     """
-    tensor, sms = kernels.units == 1, per_device(spec, lambda device: device.sm_count)
+    device, tensor = rates_of(spec), kernels.units == 1
+    sms, warps_per_sm = device.sms, device.warps_per_sm
     place = places_of(_class_place, calls.kind, calls.group, tensor)
-    warps_per_sm = per_device(spec, lambda device: device.threads_per_sm / _WARP)
     shapes = np.array([*CLASSES.values()], dtype=float)[place]
-    stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
-    attention = calls.group == GROUPS.index(ATTENTION)
+    in_group = {name: calls.group == GROUPS.index(name) for name in (STREAM, DEPTHWISE, ATTENTION)}
+    stream, attention = in_group[STREAM] | in_group[DEPTHWISE], in_group[ATTENTION]
     filled, blocks, tile_warps = _tiles(calls, kernels, sms, tensor)
     of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
     blocks = np.where(attention, of_attention, blocks)
     waves = np.maximum(np.ceil(blocks / sms), 1.0)
     filled = np.where(attention, blocks / (waves * sms), filled)
-    work = np.where(stream, calls.rows * np.where(calls.group == GROUPS.index(DEPTHWISE), calls.batch, 1.0), 1.0)
+    work = np.where(stream, calls.rows * np.where(in_group[DEPTHWISE], calls.batch, 1.0), 1.0)
     of_stream = np.maximum(work / np.maximum(shapes[..., 0], 1.0), 1.0)
     return Occupied(
         place=place,
@@ -415,28 +416,27 @@ def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tupl
     the one that ends soonest, with the depth split over idle SMs."""
     tall, wide = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
     peak = np.where(kernels.math_s > 0, np.maximum(calls.flops, 1.0) / np.maximum(kernels.math_s, 1e-30), 1e13)
-    best = np.full(peak.shape, np.inf)
-    filled, blocks, warps = np.ones(peak.shape), np.ones(peak.shape), np.full(peak.shape, float(TENSOR_WARPS))
-    for (height, width, of_block), fp32, half in zip(TILES, FP32_EFFICIENCY, TENSOR_EFFICIENCY, strict=True):
-        slice_s = 2 * height * width * sms / (peak * np.where(tensor, half, fp32))
-        tiles = np.maximum(np.ceil(tall / height) * np.ceil(wide / width) * calls.batch, 1.0)
-        waves = np.ceil(tiles / sms)
-        part = np.maximum(calls.depth / np.maximum(sms // tiles, 1.0), SPLIT_DEPTH)
-        split = (2 * tiles <= sms) & (calls.depth > SPLIT_DEPTH)
-        split_s = np.where(split, slice_s * part + SPLIT_US * 1e-6, np.inf)
-        whole_s = waves * slice_s * calls.depth
-        parts = tiles * calls.depth / part
-        for seconds, here, share in (
-            (whole_s, tiles, tiles / (waves * sms)),
-            (split_s, parts, np.minimum(parts / sms, 1.0)),
-        ):
-            better = seconds < best
-            best = np.where(better, seconds, best)
-            blocks, filled = np.where(better, here, blocks), np.where(better, share, filled)
-            warps = np.where(better, of_block, warps)
+    # The tiles are the first dimension.
+    height, width, of_block, fp32, half = _TILE_COLUMNS.reshape(-1, len(TILES), *(1 for _ in peak.shape))
+    slice_s = 2 * height * width * sms / (peak * np.where(tensor, half, fp32))
+    tiles = np.maximum(np.ceil(tall / height) * np.ceil(wide / width) * calls.batch, 1.0)
+    waves = np.ceil(tiles / sms)
+    part = np.maximum(calls.depth / np.maximum(sms // tiles, 1.0), SPLIT_DEPTH)
+    parts = tiles * calls.depth / part
+    splits = (2 * tiles <= sms) & (calls.depth > SPLIT_DEPTH)
+    split_s = np.where(splits, slice_s * part + SPLIT_US * 1e-6, np.inf)
+    whole_s = waves * slice_s * calls.depth
+    seconds = np.minimum(whole_s, split_s)
+    split = split_s < whole_s
+    best = seconds.argmin(axis=0)[None]
+    blocks = np.where(split, parts, tiles)
+    filled = np.where(split, np.minimum(parts / sms, 1.0), tiles / (waves * sms))
+    warps = np.broadcast_to(of_block, blocks.shape)
+    filled, blocks, warps = (np.take_along_axis(column, best, axis=0)[0] for column in (filled, blocks, warps))
     return filled, blocks, warps
 
 
+@functools.cache
 def _class_place(kind: str, group: int, tensor: bool) -> int:
     return list(CLASSES).index(_class_of(kind, GROUPS[group], tensor))
 

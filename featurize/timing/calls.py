@@ -117,30 +117,27 @@ def operator_kernels(
     op: Operator, *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
     """Return an operator's kernels with their numbers of runs, and the host's launches. Args as in `kernel_calls`."""
-    # Without fields that differ from layer to layer and do not affect the kernels.
-    plain = op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
+    # Without the fields from `module` on, which differ from layer to layer and do not affect the kernels.
+    plain = Operator._make((*op[: Operator._fields.index("module")], "", (), False, op.graphed))
     return _of_operator(plain, tf32_products, tf32_convolutions, listed)
 
 
 def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0) -> Calls:
     """Return kernels, and the number of runs of each, as columns."""
-    kernels = list(counts)
-
-    def column(name: str) -> np.ndarray:
-        return np.array([getattr(kernel, name) for kernel in kernels], dtype=float)
-
+    kind, group, pipe, *sizes, aligned = zip(*counts, strict=True) if counts else [()] * len(KernelCall._fields)
+    flops, nbytes, rows, columns, depth, batch = (np.array(column, dtype=float) for column in sizes)
     return Calls(
         count=np.array(list(counts.values()), dtype=float),
-        kind=tuple(kernel.kind for kernel in kernels),
-        group=np.array([GROUPS.index(kernel.group) for kernel in kernels], dtype=int),
-        pipe=np.array([PIPES.index(kernel.pipe) for kernel in kernels], dtype=int),
-        flops=column("flops"),
-        nbytes=column("nbytes"),
-        rows=column("rows"),
-        columns=column("columns"),
-        depth=column("depth"),
-        batch=column("batch"),
-        aligned=np.array([kernel.aligned for kernel in kernels], dtype=bool),
+        kind=kind,
+        group=np.array(list(map(GROUPS.index, group)), dtype=int),
+        pipe=np.array(list(map(PIPES.index, pipe)), dtype=int),
+        flops=flops,
+        nbytes=nbytes,
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        batch=batch,
+        aligned=np.array(aligned, dtype=bool),
         launches=launches,
         updates=updates,
     )

@@ -184,7 +184,7 @@ def _times_without_input(
     flags = uses_tf32(settings.precision)
     calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     several = len(specs) > 1
-    timed = timed_kernels(calls, specs if several else specs[0], settings, learned)
+    timed = timed_kernels(calls, tuple(specs) if several else specs[0], settings, learned)
     if gathers and framework != MEGATRON:
         timed = replace(timed, seconds=timed.seconds * learned.sharded)
     rows = map(timed.row, range(len(specs))) if several else [timed]
@@ -218,7 +218,7 @@ def _time_without_input(
 
 def timed_kernels(
     calls: Calls,
-    spec: DeviceSpec | Sequence[DeviceSpec],
+    spec: DeviceSpec | tuple[DeviceSpec, ...],
     settings: TrainingSettings,
     learned: LearnedEfficiencies,
 ) -> TimedKernels:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,10 @@ from featurize.timing.calls import (
     ATTENTION,
     CONVOLUTION,
     DEPTHWISE,
-    FP8,
-    FP32,
     GROUPED,
     GROUPS,
     PIPES,
     PRODUCT,
-    TENSOR,
     TF32,
     Calls,
     model_flops,
@@ -41,7 +38,9 @@ if TYPE_CHECKING:
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
-_TILE = {FP32: 64.0, TF32: 128.0, TENSOR: 128.0, FP8: 128.0}
+_FP32, _TF32, _TENSOR, _FP8 = range(len(PIPES))
+_TILES = np.array([64.0, 128.0, 128.0, 128.0])  # for each of `PIPES`
+_WARP = 32  # threads
 _LEAST_WIDTH = 16.0
 _SPLIT_DEPTH = 256.0  # least depth of a block, where a product has too few tiles and is split
 _MOST_SPLITS = 8.0
@@ -124,25 +123,99 @@ class Kernels:
         return Kernels(**{name: convert(column) for name, column in vars(self).items()})
 
 
-def per_device(spec: DeviceSpec | Sequence[DeviceSpec], figure: Callable[[DeviceSpec], Any]) -> Any:
-    """Return a figure of a GPU model; for several, an array (models, 1) that broadcasts with arrays of kernels."""
-    return figure(spec) if isinstance(spec, DeviceSpec) else np.array([[figure(device)] for device in spec])
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """Figures of a GPU model that its kernels depend on; of several, arrays that broadcast with arrays of kernels.
+
+    Args:
+        sms, warps_per_sm: SMs, and the warps of 32 threads that each holds. AMD's wavefronts of 64 count as two.
+        sm_clocks_hz: Clocks of all SMs, in 1/s.
+        bandwidth, l2_bytes: Memory's rate in bytes/s, and the size of the L2 cache.
+        vector_tflops: fp32 rate without matrix units.
+        pipe_tflops, has_pipe: An entry for each of `PIPES`: its rate, or fp32's, and whether matrix units have it.
+        tf32_convolutions: Whether convolutions may use TF32.
+        log_power: Logarithm of the power limit over the chip's power.
+        idle_w, own_limit_w, limit_w: Idle power, the board's own limit, and the limit that is set.
+    """
+
+    sms: Any
+    warps_per_sm: Any
+    sm_clocks_hz: Any
+    bandwidth: Any
+    l2_bytes: Any
+    vector_tflops: Any
+    pipe_tflops: Any
+    has_pipe: Any
+    tf32_convolutions: Any
+    log_power: Any
+    idle_w: Any
+    own_limit_w: Any
+    limit_w: Any
+
+
+@functools.lru_cache(maxsize=256)
+def rates_of(spec: DeviceSpec | tuple[DeviceSpec, ...], half: str = "fp16") -> DeviceRates:
+    """Return the figures of a GPU model, or of several: those are arrays (models, 1). `half` as in `kernels_on`."""
+    if not isinstance(spec, DeviceSpec):
+        of_each = [vars(rates_of(device, half)) for device in spec]
+        return DeviceRates(**{name: np.stack([of[name] for of in of_each], axis=-1)[..., None] for name in of_each[0]})
+    peak, architecture = spec.peak_tflops, spec.architecture
+    halves = (peak.bf16, peak.fp16) if half == "bf16" else (peak.fp16, peak.bf16)
+    # For each pipe, the first rate that is described counts.
+    pipes = [peak.fp32_matrix, peak.tf32, halves[0] or halves[1], peak.fp8]
+    chip_w = None if architecture.watts_per_tflop is None else peak.fp32 * architecture.watts_per_tflop
+    return DeviceRates(
+        sms=spec.sm_count,
+        warps_per_sm=spec.threads_per_sm / _WARP,
+        sm_clocks_hz=spec.sm_count * clock_ghz(spec) * 1e9,
+        bandwidth=spec.bandwidth_gb_s * 1e9,
+        l2_bytes=spec.l2_mib * MIB,
+        vector_tflops=peak.fp32,
+        pipe_tflops=np.array([rate or spec.tflops("fp32") for rate in pipes]),
+        has_pipe=np.array([bool(rate) for rate in pipes]),
+        tf32_convolutions=architecture.tf32_convolutions,
+        log_power=0.0 if chip_w is None else math.log(min(1.0, spec.power_limit_w / chip_w)),
+        idle_w=spec.idle_power_w,
+        own_limit_w=spec.power_limit_w,
+        limit_w=spec.power_limit_w if spec.power_cap_w is None else spec.power_cap_w,
+    )
 
 
 def places_of(find: Callable[..., int], kinds: tuple[str, ...], *columns: np.ndarray) -> np.ndarray:
-    """Return the results of `find` on each kernel's kind and its entries of the columns, which broadcast. Equal kernels
-    are looked up once."""
+    """Return the results of `find`, a cached function, on each kernel's kind and its entries of the columns, which
+    broadcast."""
     shape = np.broadcast_shapes((len(kinds),), *(column.shape for column in columns))
-    lists = (np.broadcast_to(column, shape).ravel().tolist() for column in columns)
-    entries = list(zip(kinds * math.prod(shape[:-1]), *lists, strict=True))
-    places = {entry: find(*entry) for entry in set(entries)}
-    return np.array([places[entry] for entry in entries], dtype=int).reshape(shape)
+    lists = [np.broadcast_to(column, shape).ravel().tolist() for column in columns]
+    places = list(map(find, kinds * math.prod(shape[:-1]), *lists))
+    return np.array(places, dtype=int).reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _finders(
+    names: tuple[tuple[str, ...], tuple[str, ...]], channels_last: bool
+) -> tuple[Callable[[str, int, int], int], Callable[[str], int]]:
+    """Return functions from a kernel's kind, its pipe and units to its index in `Parameters.compute`, and from its kind
+    to the one in `bandwidth`: of the first of its names that is known, else of `OTHER`."""
+    layouts = ("/channels_last", "") if channels_last else ("",)
+    of_compute, of_bandwidth = ({name: place for place, name in enumerate(known)} for known in names)
+
+    @functools.cache
+    def computing(kind: str, pipe: int, units: int) -> int:
+        wanted = [f"{kind}{layout}/{of}" for of in units_names(pipe, units) for layout in layouts]
+        return of_compute[next((name for name in wanted if name in of_compute), OTHER)]
+
+    @functools.cache
+    def moving(kind: str) -> int:
+        wanted = [f"{kind}{layout}" for layout in layouts]
+        return of_bandwidth[next((name for name in wanted if name in of_bandwidth), OTHER)]
+
+    return computing, moving
 
 
 def kernels_on(
     calls: Calls,
-    spec: DeviceSpec | Sequence[DeviceSpec],
-    names: tuple[Sequence[str], Sequence[str]],
+    spec: DeviceSpec | tuple[DeviceSpec, ...],
+    names: tuple[tuple[str, ...], tuple[str, ...]],
     *,
     channels_last: bool = False,
     searched: bool = False,
@@ -158,80 +231,50 @@ def kernels_on(
         searched: `cudnn.benchmark`.
         half: Type of half precision, `fp16` or `bf16`; some GPUs do not have both at one rate.
     """
-    sms = per_device(spec, lambda device: device.sm_count)
+    device = rates_of(spec, half)
     in_group = {name: calls.group == place for place, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
     computes = tiled | attention | in_group[DEPTHWISE]
-    pipe, tensor, peak = _units_on(calls, spec, convolution, tiled | attention, half)
+    in_tf32 = device.has_pipe[_TF32] & (~convolution | device.tf32_convolutions)
+    pipe = np.where((calls.pipe == _TF32) & ~in_tf32, _FP32, calls.pipe)
+    pipe = np.where((pipe == _FP8) & ~device.has_pipe[_FP8], _TENSOR, pipe)
+    vectors = ~(tiled | attention) & (pipe == _FP32)
+    tensor = np.choose(pipe, device.has_pipe) & ~vectors
+    peak = np.where(vectors, device.vector_tflops, np.choose(pipe, device.pipe_tflops)) * 1e12
     # Operands of 8 bits are half as wide as those of 16: at twice the rate, the units are fed as many bytes.
-    fed = peak / np.where(pipe == PIPES.index(FP8), 2.0, 1.0)
+    fed = peak / np.where(pipe == _FP8, 2.0, 1.0)
 
     wide, narrow = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
-    tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, pipe, 0)]
+    tile = _TILES[np.where(tensor, pipe, _FP32)]
     narrow_tile = np.minimum(tile, 2.0 ** np.ceil(np.log2(np.maximum(narrow, _LEAST_WIDTH))))
-    waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / sms
+    waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / device.sms
     splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
     filled = np.where(waves < 1, np.minimum(waves * splits, 1.0), waves / np.maximum(np.ceil(waves), 1.0))
     # Below one tile, `half_width` covers it, and a larger batch must not take less time.
     padded = np.where(
         narrow > _LEAST_WIDTH, narrow / np.maximum(np.ceil(narrow / _LEAST_WIDTH) * _LEAST_WIDTH, 1.0), 1.0
     )
-    l2_bytes = per_device(spec, lambda device: device.l2_mib * MIB)
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
-    layouts = ("/channels_last", "") if channels_last else ("",)
-    of_compute, of_bandwidth = ({name: place for place, name in enumerate(known)} for known in names)
-
-    def computing(kind: str, pipe: int, units: int) -> int:
-        return _first_known(
-            [f"{kind}{layout}/{of}" for of in units_names(pipe, units) for layout in layouts], of_compute
-        )
-
-    def moving(kind: str) -> int:
-        return _first_known([f"{kind}{layout}" for layout in layouts], of_bandwidth)
-
+    units, (computing, moving) = tensor.astype(int), _finders(names, channels_last)
     return Kernels(
-        compute=places_of(computing, calls.kind, pipe, tensor.astype(int)),
+        compute=places_of(computing, calls.kind, pipe, units),
         bandwidth=places_of(moving, calls.kind),
         group=calls.group,
-        units=tensor.astype(int),
+        units=units,
         math_s=np.where(computes, calls.flops / peak, 0.0),
-        memory_s=calls.nbytes / per_device(spec, lambda device: device.bandwidth_gb_s * 1e9),
+        memory_s=calls.nbytes / device.bandwidth,
         known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
         log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
-        log_sm_rate=np.log(fed / (sms * per_device(spec, clock_ghz) * 1e9) / _USUAL_SM_RATE),
-        log_power=np.full(peak.shape, per_device(spec, _log_power)),
+        log_sm_rate=np.log(fed / device.sm_clocks_hz / _USUAL_SM_RATE),
+        log_power=np.full(peak.shape, device.log_power),
         depth=np.where(tiled, np.maximum(calls.depth, 1.0), np.inf),
         width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
         head=np.where(attention, np.maximum(calls.columns, 1.0), np.inf),
-        cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / l2_bytes - _CACHED), -50, 50))),
-        unaligned=(~calls.aligned & tensor & tiled & (pipe != PIPES.index(FP32))).astype(float),
+        cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / device.l2_bytes - _CACHED), -50, 50))),
+        unaligned=(~calls.aligned & tensor & tiled & (pipe != _FP32)).astype(float),
         searched=convolution.astype(float) if searched else np.zeros(len(calls.kind)),
     )
-
-
-def _units_on(
-    calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec], convolution: np.ndarray, product: np.ndarray, half: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each kernel's pipe, whether matrix units do its arithmetic, and these units' FLOP/s."""
-    halves = ("bf16", "fp16") if half == "bf16" else ("fp16", "bf16")
-    names = (("fp32_matrix",), ("tf32",), halves, ("fp8",))  # for each pipe, the first rate that is described counts
-
-    def rates_of(device: DeviceSpec) -> list[float]:
-        described = [[getattr(device.peak_tflops, name) for name in of_pipe] for of_pipe in names]
-        return [next(filter(None, rates), math.nan) for rates in described]
-
-    rates = np.moveaxis(np.array(per_device(spec, rates_of)), -1, 0)
-    has_units = ~np.isnan(rates)
-    tflops = np.where(has_units, rates, per_device(spec, lambda device: device.tflops("fp32")))
-    in_tf32 = has_units[PIPES.index(TF32)] & (
-        ~convolution | per_device(spec, lambda device: device.architecture.tf32_convolutions)
-    )
-    pipe = np.where((calls.pipe == PIPES.index(TF32)) & ~in_tf32, PIPES.index(FP32), calls.pipe)
-    pipe = np.where((pipe == PIPES.index(FP8)) & ~has_units[PIPES.index(FP8)], PIPES.index(TENSOR), pipe)
-    vectors = ~product & (pipe == PIPES.index(FP32))
-    peak = np.where(vectors, per_device(spec, lambda device: device.peak_tflops.fp32), np.choose(pipe, tflops))
-    return pipe, np.choose(pipe, has_units) & ~vectors, peak * 1e12
 
 
 def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
@@ -272,24 +315,12 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
 
     TF32 has its own share: kernels load twice the bytes of half precision for a multiply-add.
     """
-    return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
-
-
-def _first_known(wanted: Sequence[str], known: Mapping[str, int]) -> int:
-    """Return the index of the first name, in the given order, that is known; else of `OTHER`."""
-    return known[next((name for name in wanted if name in known), OTHER)]
+    return (TF32, UNITS[units]) if pipe == _TF32 and UNITS[units] == "tensor" else (UNITS[units],)
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
     """Return the clock that the described fp32 rate implies, in GHz."""
     return spec.peak_tflops.fp32 * 1e3 / (2 * spec.architecture.fp32_lanes * spec.sm_count)
-
-
-def _log_power(spec: DeviceSpec) -> float:
-    watts = spec.architecture.watts_per_tflop
-    if watts is None:
-        return 0.0
-    return math.log(min(1.0, spec.power_limit_w / (spec.peak_tflops.fp32 * watts)))
 
 
 @dataclass(frozen=True, kw_only=True)

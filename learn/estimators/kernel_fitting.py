@@ -276,7 +276,9 @@ class TimeFit:
         self.is_sharded = of_rows(row.source in SHARDED for row in rows)
         self.kernels, self.count, self.row = self._all_kernels(self.names)
 
-    def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
+    def _all_kernels(
+        self, names: tuple[tuple[str, ...], tuple[str, ...]]
+    ) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
         """Return the kernels of all rows as one sequence, the number of runs of each, and its row."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place, row in enumerate(self.rows):
