@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn, strided
 
 PLAIN = (Tensor, nn.Parameter)  # compared first: `isinstance` of a parameter's class runs Python
@@ -30,6 +31,15 @@ def is_freed(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN or tensor.layout is not strided or not tensor.numel():
         return False
     return (tensor.storage_offset() + span(tensor)) * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
+def make_empty(like: Tensor, device: str = "meta") -> Tensor:
+    """Return `torch.empty_like` of a tensor on a device. For meta tensors, that is written in Python."""
+    if type(like) in PLAIN and like.layout is strided and not like.is_quantized:
+        made = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if made.stride() == like.stride():
+            return made
+    return torch.empty_like(like, device=device)
 
 
 def span(tensor: Tensor) -> int:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from featurize.job.layers import Layer
 from featurize.operators.autocast import casting
-from featurize.operators.tensor_parts import PLAIN, SEQUENCES, tensors_in
+from featurize.operators.tensor_parts import PLAIN, SEQUENCES, make_empty, tensors_in
 from featurize.recording.values import mapped, remember
 
 # Largest tensors, in elements, that a constructor gets as real memory. Those with specific values may be index tables
@@ -271,7 +271,7 @@ def _empty(tensor: Tensor, device: str = "meta") -> Tensor:
         return made(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype, **more)
     # A constructor's mode would be asked about each of these calls.
     with torch._C.DisableTorchFunction() if type(tensor) in PLAIN else contextlib.nullcontext():
-        empty = torch.empty_like(tensor, device=device)
+        empty = make_empty(tensor, device)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.operators.replacing import all_replaced
-from featurize.operators.tensor_parts import is_freed, tensors_in
+from featurize.operators.tensor_parts import is_freed, make_empty, tensors_in
 
 if TYPE_CHECKING:
     from featurize.recording.block_record import Traits
@@ -503,7 +503,7 @@ def as_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of the same layout on meta, which stands for the given values where these are few."""
     if tensor.is_meta:
         return tensor
-    made = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    made = make_empty(tensor).requires_grad_(tensor.requires_grad)
     return remember(made, tensor)
 
 

@@ -180,7 +180,7 @@ class SecondStep:
     def goes_alike(self) -> bool:
         """Return whether the first step shows that the second one's passes are the same."""
         recorder = self._recorder
-        gradients = self._gradients()
+        gradients = self._step.gradients()
         if self._decided or self._before is None or any(gradient.is_sparse for gradient in gradients):
             return False
         forward, rest, _update, end = self._stretches
@@ -203,7 +203,7 @@ class SecondStep:
         recorder.memory.step, recorder.memory.phase, begins = 2, "forward", len(recorder.memory.events)
         if batch:
             recorder.new_batch(batch)
-        for block in dict.fromkeys(map(recorder.memory.block_of, self._gradients())):
+        for block in dict.fromkeys(map(recorder.memory.block_of, step.gradients())):
             recorder.memory.give_back(block)
         passes = len(recorder.memory.events)
         known = recorder.memory.repeat(forward, {})
@@ -219,9 +219,6 @@ class SecondStep:
         recorder.memory.repeat(end, {block: known[block] for block in end.entering})
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._step.model.parameters() if p.grad is not None]
 
     def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
         """Return a function from the number of an event of the first step to that of the second step's event.

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -175,15 +175,6 @@ def trace_step(
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     had_compiler = "torch._dynamo" in sys.modules
-    trace = _attempt(model, request)
-    if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
-        del trace
-        trace = _attempt(model, request)
-    return trace
-
-
-def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
     while True:
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
@@ -191,20 +182,27 @@ def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]
                 with kept_from_exit():
                     tracing.build(model)
                     tracing.run()
-                    return tracing.result()
+                    trace = tracing.result()
             except (CommandError, TraceError):
                 raise
             except DoesNotRepeat:
                 if request["every_pass"] is not None:
                     raise
-                request = {**request, "every_pass": True}
+                request["every_pass"] = True
                 del tracing
+                continue
             except TraceAgain as again:  # at most once for each of its reasons
-                request = {**request, **again.request}
+                request |= again.request
                 del tracing  # its tensors end before the next attempt's begin
+                continue
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
                 raise TraceError(tracing.doing, operator, module, error) from error
+        if had_compiler or "torch._dynamo" not in sys.modules:
+            return trace
+        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
+        had_compiler = True
+        del trace, tracing
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
@@ -235,15 +233,13 @@ class Tracing:
     entered: contextlib.ExitStack
     targets: Sequence[Tensor | None] | None = None
     repeats: bool = True
-
-    def __post_init__(self) -> None:
-        self.doing = "the model cannot be built on the meta device"
-        self._notes: dict[str, None] = {}
-        self._compiled: dict[str, None] = {}
-        self._heads = [0]
-        self._makes_target = False  # in the first step
-        self._made_target: Tensor | None = None
-        self._kept: State | None = None  # state of the model and its loss, where it is known before the first step
+    doing: str = field(init=False, default="the model cannot be built on the meta device")
+    _notes: dict[str, None] = field(init=False, default_factory=dict)
+    _compiled: dict[str, None] = field(init=False, default_factory=dict)
+    _heads: list[int] = field(init=False, default_factory=lambda: [0])
+    _makes_target: bool = field(init=False, default=False)  # in the first step
+    _made_target: Tensor | None = field(init=False, default=None)
+    _kept: State | None = field(init=False, default=None)  # of the model and its loss, if known before the first step
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
@@ -420,7 +416,7 @@ class Tracing:
     def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
         recorder, step = self._recorder, self._step
-        self._enter_policy, self._trained = enter_policy, list(step.model.parameters())
+        self._enter_policy = enter_policy
         step.on_phase = self._enter
         step.on_hold, step.on_updated = self._hold, self._updated
         self._sequence: StepSequence | None = None
@@ -451,7 +447,7 @@ class Tracing:
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
-            self._recorder.memory.name((p.grad for p in self._trained if p.grad is not None), "gradient")
+            self._recorder.memory.name(self._step.gradients(), "gradient")
 
     def _hold(self, inputs: Inputs, *variables: object) -> None:
         """Record that the step's model has run, or, with its output and loss as `variables`, its loss."""

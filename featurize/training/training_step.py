@@ -212,7 +212,7 @@ class TrainingStep:
     def take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
         """Train this wrapped model from now on. `update` makes the optimizer, if it is of other parameters."""
         settings = self.settings
-        self.model = model
+        self.model, self._parameters = model, list(model.parameters())
         self.average = MovingAverage(model) if settings.ema else None
         make = functools.partial(
             make_optimizer,
@@ -229,15 +229,15 @@ class TrainingStep:
     def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer | OwnOptimizer:
         settings = self.settings
         if settings.optimizer_in_backward:
-            return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
+            return OptimizerInBackward(self._parameters, make, self._while_updating)
         if settings.offload_optimizer:
             return OptimizerOnHost(self.model)
-        if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
+        if self.device.type == "meta" and any(map(is_shared, self._parameters)):
             from featurize.training.sharding import LocalOptimizer  # its imports are slow
 
             if OPTIMIZERS[settings.optimizer].elementwise:
-                return LocalOptimizer(self.model.parameters(), make)
-        return make(self.model.parameters())
+                return LocalOptimizer(self._parameters, make)
+        return make(self._parameters)
 
     @contextlib.contextmanager
     def _while_updating(self, parameter: Tensor) -> Iterator[None]:
@@ -285,7 +285,7 @@ class TrainingStep:
             return
         if self.device.type == "meta" and self.settings.scales_loss:
             # The scaler reads a value back, which meta cannot; its unscaling is one in-place pass over the gradients.
-            for gradients in by_kind(g._values() if g.is_sparse else g for g in self._gradients()):
+            for gradients in by_kind(g._values() if g.is_sparse else g for g in self.gradients()):
                 torch._foreach_mul_(gradients, 1.0)
         self._clip()
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -296,13 +296,14 @@ class TrainingStep:
     def _clip(self) -> None:
         if self.settings.clip_norm is not None:
             # `FlatShards` clips over all ranks.
-            clip = getattr(self.model, "clip_over_ranks", functools.partial(clip_norm, self._gradients()))
+            clip = getattr(self.model, "clip_over_ranks", functools.partial(clip_norm, self.gradients()))
             clip(self.settings.clip_norm)
         elif self.settings.clip_value is not None:
-            clip_value(self._gradients(), self.settings.clip_value)
+            clip_value(self.gradients(), self.settings.clip_value)
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the trained parameters."""
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).

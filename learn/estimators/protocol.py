@@ -325,7 +325,7 @@ class ResidualPrediction(Prediction):
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
             raise ValueError(f"a quantile lies between 0 and 1, got {q}")
-        return self._at(lambda residuals: float(np.quantile(residuals, q)) if residuals.size else 0.0)
+        return self._at(lambda residuals: _quantile(residuals, q) if residuals.size else 0.0)
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         n = len(self.centre)
@@ -365,6 +365,14 @@ class ResidualPrediction(Prediction):
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space) * self.times, self.least))
+
+
+def _quantile(ascending: np.ndarray, q: float) -> float:
+    """Return `np.quantile` of numbers that are sorted already: numpy sorts them first, and takes 20 times as long."""
+    place = (len(ascending) - 1) * q
+    low = math.floor(place)
+    part, below, above = place - low, ascending[low], ascending[min(low + 1, len(ascending) - 1)]
+    return float(above - (above - below) * (1 - part) if part >= 0.5 else below + (above - below) * part)
 
 
 def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.ndarray:

@@ -108,14 +108,23 @@ class Trees:
 
     def _sums_of_row(self, row: np.ndarray) -> np.ndarray:
         """Return the members' sums, (members, 1), of one row."""
+        depth, left, right, members = self._of_row
         values, nodes = row.take(self.feature), self.root
-        right = (values > self.threshold) | (np.isnan(values) & ~self.missing_left)
-        following = np.where(right, self.children[:, 1], self.children[:, 0])
-        for _ in range(self.levels[0].max()):
+        goes_right = values > self.threshold
+        if np.isnan(row).any():
+            goes_right |= np.isnan(values) & ~self.missing_left
+        following = np.where(goes_right, right, left)
+        for _ in range(depth):
             nodes = following.take(nodes)
-        limits = itertools.pairwise([*self.first.tolist(), len(self.root)])
+        leaves = self.value.take(nodes)
         # Added one after another, as the libraries do: numpy's sum adds in pairs.
-        return np.array([np.cumsum(self.value.take(nodes[low:high]))[-1:] for low, high in limits])
+        return np.array([leaves[low:high].cumsum()[-1:] for low, high in members])
+
+    @cached_property
+    def _of_row(self) -> tuple[int, np.ndarray, np.ndarray, list[tuple[int, int]]]:
+        """The longest path, the children of each node, and each member's first tree and end."""
+        left, right = np.ascontiguousarray(self.children.T)
+        return int(self.levels[0].max()), left, right, _limits_of(self.first, len(self.root))
 
     @cached_property
     def _paths(self) -> _Paths:
@@ -220,7 +229,7 @@ class _Paths:
         self.leaves = np.full((2**self.digits, len(self.roots)), self.nodes)
         self.leaves[number, tree] = place[leaves]
         self.values = trees.value[leaves]
-        self.members = list(itertools.pairwise([*trees.first.tolist(), len(self.roots)]))
+        self.members = _limits_of(trees.first, len(self.roots))
 
     def rights(self, columns: np.ndarray) -> np.ndarray:
         """Return (splits, words) with a set bit for each row of (columns, n) that goes right."""
@@ -262,6 +271,10 @@ class _Paths:
         # Added one after another, as the libraries do: numpy adds in pairs where there is a single column.
         values = self.values.take(number + self.first_leaf)
         return np.stack([values[low:high].sum(axis=0)[:n] for low, high in self.members])
+
+
+def _limits_of(first: np.ndarray, end: int) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([*first.tolist(), end]))
 
 
 def _limits(counts: np.ndarray) -> list[tuple[int, int]]:

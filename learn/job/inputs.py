@@ -230,11 +230,10 @@ def _tensor_of(value: Any, dtype: torch.dtype) -> Tensor:
 
 def _copy(given: Tensor, device: str) -> Tensor:
     """Return a copy on a device; of a tensor on meta, with random floats and integers of 0."""
-    import torch
-
+    from featurize.operators.tensor_parts import make_empty
     from featurize.recording.values import remember
 
-    copied = torch.empty_like(given, device=device)
+    copied = make_empty(given, device)
     if device == "meta":
         if not given.is_meta:
             remember(copied, given.detach())
