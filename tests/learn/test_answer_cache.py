@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from conf.files.disk_cache import DiskCache
+from conf.files.disk_cache import DiskCache, code_version
 from featurize.device.device_spec import device_names, load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
@@ -237,3 +237,9 @@ def test_gpus_share_a_trace_where_none_can_differ(traced):
     assert len(traced) == 4  # with flash attention, and without
     devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
     assert len(traced) == 5
+
+
+def test_the_version_of_the_code_is_found_without_importing_it(monkeypatch):
+    """Each trial is traced in a new process, where importing this package takes as long as the trace."""
+    monkeypatch.delitem(sys.modules, "learn")
+    assert code_version.__wrapped__() == code_version() and "learn" not in sys.modules
