@@ -189,7 +189,8 @@ def parse_space(family: str, specs: Mapping[str, Any] | Iterable[tuple[str, Any]
     return Space(family, tuple(dimensions))
 
 
-def default_space(family: str) -> dict[str, Any] | None:
+@cache  # reading one takes 10 ms, and settings of a mixed job ask for each a dozen times
+def default_space(family: str) -> Mapping[str, Any] | None:
     """Return the `space` of `conf/arch/FAMILY.yaml`; None if there is no such file."""
     file = importlib.resources.files("conf") / "arch" / f"{family}.yaml"
     if not file.is_file():
