@@ -15,7 +15,9 @@ __all__ = [
     "CommandError",
     "EnvironmentProblem",
     "UsageError",
+    "collected",
     "kept_from_exit",
+    "refuse",
     "require_known",
     "shown",
     "unknown_name",
@@ -51,6 +53,21 @@ class EnvironmentProblem(CommandError, RuntimeError):
 
     The arguments are right: the same call succeeds once the environment is repaired, or another program has ended.
     """
+
+
+@contextlib.contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Append the message of a `UsageError` to the problems, and continue after the block."""
+    try:
+        yield
+    except UsageError as error:
+        problems.append(str(error))
+
+
+def refuse(problems: Iterable[str], place: str = "") -> None:
+    """Raise `UsageError` with all problems in one line, behind the place where they stand; nothing without any."""
+    if text := "; ".join(problems):
+        raise UsageError(f"{place}{text}")
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:

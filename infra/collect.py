@@ -154,7 +154,7 @@ def _common(settings: CollectSettings) -> list[str]:
 
 
 def _submission(*overrides: str) -> SubmitSettings:
-    submission = load_settings(SubmitSettings, "submit", overrides)
+    submission = load_settings(SubmitSettings, overrides)
     choice, _ = choose_device(submission.device)
     for space in submission.spaces:
         require_gpus(space, choice, submission.cluster)

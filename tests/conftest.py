@@ -188,8 +188,8 @@ def _compose_once() -> None:
 
     compose, composed = overrides._compose, dict[tuple[Any, ...], bytes]()
 
-    def compose_or_copy(settings: type, choices: Sequence[overrides.Override]) -> Any:
-        key = settings, *(choice.text() for choice in choices)
+    def compose_or_copy(settings: type, choices: Sequence[str]) -> Any:
+        key = settings, *choices
         if key not in composed:
             composed[key] = pickle.dumps(compose(settings, choices))
         return pickle.loads(composed[key])

@@ -18,4 +18,4 @@ def entry(settings: QuerySettings) -> int:
 
 
 if __name__ == "__main__":
-    command("query", entry, positional="sql")
+    command("query", entry)

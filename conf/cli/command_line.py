@@ -12,25 +12,13 @@ import errno
 import functools
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from conf.cli.commands import COMMANDS, advice_for, description, settings_class
-from conf.cli.overrides import (
-    Override,
-    check_readable,
-    command_options,
-    documented_choice,
-    documented_keys,
-    group_options,
-    groups,
-    load_config,
-    made,
-    parsed,
-)
-from conf.cli.settings import groups_of
+from conf.cli.commands import COMMANDS, description, naming_the_extra, settings_class
+from conf.cli.overrides import check_readable, load_config, made
+from conf.cli.settings import documented_keys, group_options, groups
 from conf.errors import PASSING_ERRNOS, CommandError, EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line, printable, truncated
 
@@ -38,9 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
     from typing_extensions import Buffer
-
-
-__all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -63,25 +48,18 @@ _ENVIRONMENT_ERRNOS = {
     *PASSING_ERRNOS,
 }
 
-_WITH_KEY = re.compile(r"[+~]*[\w.@/]+=")
-
 Entry: TypeAlias = "Callable[[Any], int | None]"  # takes an object of the command's settings class
 Rewrite = Callable[[Sequence[str]], list[str]]
 
 
 def command(
-    name: str,
-    entry: Entry,
-    positional: str | None = None,
-    rewrite: Rewrite | None = None,
-    entry_of_rest: Callable[..., int | None] | None = None,
+    name: str, entry: Entry, rewrite: Rewrite | None = None, entry_of_rest: Callable[..., int | None] | None = None
 ) -> NoReturn:
     """Run `entry(settings)` with the settings of the process's arguments, then exit with its return value.
 
-    `positional` names the key of the only argument that is not an override, the first with white space. Values of text
-    keys are taken as typed, with their commas and brackets. `rewrite` turns a command's special spellings into
-    `KEY=VALUE`; it raises `UsageError`. If the arguments have a `--`, `entry_of_rest` replaces `entry`, and gets the
-    arguments after it as `command`.
+    Values of text keys are taken as typed, with their commas and brackets. `rewrite` turns a command's special
+    spellings into `KEY=VALUE`; it raises `UsageError`. If the arguments have a `--`, `entry_of_rest` replaces `entry`,
+    and gets the arguments after it as `command`.
 
     Exit codes: 0 or the value from `entry`, 2 for anything that the user can fix, 130 after Ctrl-C.
     """
@@ -92,7 +70,7 @@ def command(
         dashes = arguments.index("--")
         arguments, program = arguments[:dashes], arguments[dashes + 1 :]
         entry = functools.partial(entry_of_rest, command=program)
-    code = _flush_output(run(name, entry, arguments, positional, rewrite))
+    code = _flush_output(run(name, entry, arguments, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # Exit immediately: Ray's clean-up at exit would replace the code.
         sys.stderr.flush()
@@ -100,43 +78,13 @@ def command(
     sys.exit(code)
 
 
-def run(
-    name: str,
-    entry: Entry,
-    argv: Sequence[str],
-    positional: str | None = None,
-    rewrite: Rewrite | None = None,
-) -> int:
+def run(name: str, entry: Entry, argv: Sequence[str], rewrite: Rewrite | None = None) -> int:
     """Parse `argv`, run `entry` and return the exit code: `command` without the exit."""
     try:
-        arguments = list(argv)
-        if {"-h", "--help"} & set(arguments):
-            print(help_text(name, everything="all" in arguments))
-            return 0
-        _check_current_folder()
-        show_config, arguments = _split_show_config(arguments)
-        check_readable(arguments)
-        if rewrite is not None:
-            arguments = rewrite(arguments)
-        cfg = load_config(name, _overrides(arguments, positional))
-        if show_config:
-            from omegaconf import OmegaConf
-
-            print(OmegaConf.to_yaml(cfg), end="")
-            return 0
-        settings: Any = made(settings_class(name), cfg)
-        try:
-            return entry(settings) or 0
-        except SystemExit as error:  # raised by a user's model
-            print_error(f"the code that was run ends the process, with exit code {shown(error.code)}")
-            return EXIT_USAGE
+        with naming_the_extra():
+            return _run(name, entry, list(argv), rewrite)
     except CommandError as error:
         print_error(error)
-        return EXIT_USAGE
-    except ModuleNotFoundError as error:
-        if (advice := advice_for(error)) is None:
-            raise
-        print_error(advice)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader has enough, as in `... | head`
         _discard_output()
@@ -151,19 +99,26 @@ def run(
         return EXIT_INTERRUPTED
 
 
-def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
-    """Return the arguments as overrides. The first with white space and no leading `KEY=` sets the key `positional`.
+def _run(name: str, entry: Entry, arguments: list[str], rewrite: Rewrite | None) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(help_text(name, everything="all" in arguments))
+        return 0
+    _check_current_folder()
+    show_config, arguments = _split_show_config(arguments)
+    check_readable(arguments)
+    if rewrite is not None:
+        arguments = rewrite(arguments)
+    cfg = load_config(settings_class(name), arguments)
+    if show_config:
+        from omegaconf import OmegaConf
 
-    SQL may hold a `=`.
-    """
-    spaced = (place for place, item in enumerate(arguments) if re.search(r"\s", item) and not _WITH_KEY.match(item))
-    place = next(spaced, None)
-    if positional is None or place is None:
-        return parsed(arguments)
-    value, overrides = arguments[place], parsed(arguments[:place] + arguments[place + 1 :])
-    if any(override.key == positional for override in overrides):
-        raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
-    return [*overrides, Override("", positional, value, verbatim=True)]
+        print(OmegaConf.to_yaml(cfg), end="")
+        return 0
+    settings = made(settings_class(name), cfg)
+    try:
+        return entry(settings) or 0
+    except SystemExit as error:  # raised by a user's model
+        raise UsageError(f"the code that was run ends the process, with exit code {shown(error.code)}") from error
 
 
 def print_error(error: CommandError | str) -> None:
@@ -262,31 +217,24 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     return True, arguments[:flag] + arguments[flag + 2 :]
 
 
-def help_text(name: str, everything: bool = True) -> str:
+def help_text(name: str, everything: bool) -> str:
     """Return the `--help` of a command from its settings class: description, keys and defaults, choices.
 
     Without `everything`, it explains only the keys in the class's `COMMON`, in that order, and names the others.
     """
-    described = []
-    for line in description(name):
-        for group in groups():  # {arch} in a description means the choices of that group
-            line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
-        described.append(line)
+    described = list(description(name))
+    for group in groups():  # {arch} in a description means the choices of that group
+        described = [line.replace(f"{{{group}}}", ", ".join(group_options(group))) for line in described]
     rows: list[tuple[str, str]] = []
-    documented = {key: (default, text) for key, default, text in documented_keys(name)}
-    own_groups = groups_of(settings_class(name))
-    common = getattr(settings_class(name), "COMMON", documented)
-    for key in documented if everything else common:
-        default, text = documented[key]
-        if key not in own_groups:
-            rows.append((f"{key}={'(required)' if default == '???' else default}", text))
-        else:
-            rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
-            choice = documented_choice(name, key, default) if default in group_options(key) else ()
-            rows += [(f"  {key}.{inner}={value}", comment) for inner, value, comment in choice]
+    documented = {key.name: key for key in documented_keys(settings_class(name))}
+    common = (not everything and settings_class(name).COMMON) or documented
+    for key in map(documented.__getitem__, common):
+        choices = f" [{' | '.join(key.options)}]" if key.group else ""
+        rows.append((f"{key.name}={key.written_default}", f"{key.text}{choices}".strip()))
+        rows += [(f"  {inner.name}={inner.written_default}", inner.text) for inner in key.choice_keys]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
-    if others := [] if everything else [key for key in documented if key not in common]:
+    if others := [key for key in documented if key not in common]:
         lines += ["", f"`--help all` explains {len(others)} more keys: {', '.join(others)}."]
     if name in COMMANDS:
         described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]

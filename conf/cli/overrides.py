@@ -1,38 +1,36 @@
-"""Reads command-line arguments into a composed config, and lists the keys of a command.
+"""Reads command-line arguments into a composed config.
 
 Start reading at `load_config`. Hydra composes the defaults of a command with the chosen files of `conf/`, and its
 parser reads each value. This module checks the keys, because Hydra's grammar allows more than these commands do
-(packages, deletions, sweeps, Hydra's settings). It reports all mistakes together. `--help` and docs/commands.md show
-the results of `documented_keys` and `documented_choice`, which import neither Hydra nor OmegaConf.
+(packages, deletions, sweeps, Hydra's settings). It reports all mistakes together.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from conf.cli.commands import settings_class
 from conf.cli.settings import (
-    ConfigGroup,
+    Checked,
     Key,
     Kind,
     Settings,
     built,
+    choice_values,
     defaults_of,
+    documented_keys,
+    flat,
+    group_options,
     groups_of,
     keys_of,
     kinds_of,
     problems_of,
-    written,
 )
 from conf.device_names import is_device_file, read_device_file, resolve_device, slice_values, split_slice
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, collected, refuse, shown, unknown_name
 from conf.plain_text import first_line
 
 if TYPE_CHECKING:
@@ -45,8 +43,7 @@ DEVICES = "device"  # the group of GPU models and backends
 _SPACE = "arch.space."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
-# (command, group) that offers no choices with a backend that runs trials
-_DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
+_WITH_KEY = re.compile(r"[+~]*[\w.@/]+=")
 
 
 @dataclass(frozen=True)
@@ -67,136 +64,123 @@ class Override:
         return f"{self.plus}{self.key}={self.written}"
 
 
-def parsed(arguments: Sequence[str]) -> list[Override]:
-    """Split the arguments. Raises `UsageError` that names every argument that is not `KEY=VALUE`."""
-    overrides, problems = [], []
-    for argument in arguments:
-        match = _ARGUMENT.fullmatch(argument)
-        if argument.startswith("-"):
-            problems.append(
-                f"unknown option {shown(argument)}; valid options: --help, --cfg job, and KEY=VALUE overrides"
-            )
-        elif argument.startswith("~"):
-            problems.append(f"{shown(argument)}: a key cannot be taken out; write KEY=VALUE")
-        elif match:
-            plus, key, written = match.groups()
-            overrides.append(Override(plus, key, written))
-        elif re.fullmatch(r"[+]*[^=\s]+=.*", argument, re.DOTALL):
-            problems.append(f"unknown key {shown(argument.partition('=')[0].lstrip('+'))}; --help lists the keys")
-        else:
-            problems.append(f"cannot read {shown(argument)}; write KEY=VALUE (--help lists the keys)")
-    if problems:
-        raise UsageError("; ".join(problems))
+def parsed(settings: type[Checked], arguments: Sequence[str]) -> list[Override]:
+    """Return the arguments as overrides. The first with white space and no leading `KEY=` sets the positional key.
+
+    Raises `UsageError` that names every argument that is not `KEY=VALUE`.
+    """
+    key, keyed, overrides, problems = settings.POSITIONAL, [*arguments], list[Override](), list[str]()
+    texts = [text for text in arguments if re.search(r"\s", text) and not _WITH_KEY.match(text)]  # SQL may hold a `=`
+    if is_positional := bool(key and texts):
+        keyed.remove(texts[0])
+    for argument in keyed:
+        with collected(problems):
+            overrides.append(_override(argument))
+    refuse(problems)
+    if is_positional:
+        if any(override.key == key for override in overrides):
+            raise UsageError(f"{key} is given twice: {shown(texts[0])} and {key}=...")
+        overrides.append(Override("", key, texts[0], verbatim=True))
     return overrides
+
+
+def _override(argument: str) -> Override:
+    """Return an argument as an override. Raises `UsageError`."""
+    if argument.startswith("-"):
+        raise UsageError(f"unknown option {shown(argument)}; valid options: --help, --cfg job, and KEY=VALUE overrides")
+    if argument.startswith("~"):
+        raise UsageError(f"{shown(argument)}: a key cannot be taken out; write KEY=VALUE")
+    if match := _ARGUMENT.fullmatch(argument):
+        plus, key, written = match.groups()
+        return Override(plus, key, written)
+    if re.fullmatch(r"[+]*[^=\s]+=.*", argument, re.DOTALL):
+        raise UsageError(f"unknown key {shown(argument.partition('=')[0].lstrip('+'))}; --help lists the keys")
+    raise UsageError(f"cannot read {shown(argument)}; write KEY=VALUE (--help lists the keys)")
 
 
 def check_readable(arguments: Sequence[str]) -> None:
     """Raise `UsageError` for arguments that are not UTF-8, hold a null character, or are far too long."""
-    if problems := [problem for argument in arguments if (problem := _unreadable(argument))]:
-        raise UsageError("; ".join(problems))
+    problems = []
+    for argument in arguments:
+        if re.search(r"[\ud800-\udfff]", argument):
+            problem = "is not valid UTF-8: names in the data folder, DuckDB and Parquet have to be"
+        elif "\0" in argument:
+            problem = "holds a null character"
+        elif len(argument) > _LONGEST_TEXT:
+            problem = f"is longer than {_LONGEST_TEXT:,} characters"
+        else:
+            continue
+        problems.append(f"{shown(argument)} {problem}")
+    refuse(problems)
 
 
-def _unreadable(argument: str) -> str | None:
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return f"{shown(argument)} is not valid UTF-8: names in the data folder, DuckDB and Parquet have to be"
-    if "\0" in argument:
-        return f"{shown(argument)} holds a null character"
-    if len(argument) > _LONGEST_TEXT:
-        return f"{shown(argument)} is longer than {_LONGEST_TEXT:,} characters"
-    return None
-
-
-def load_config(name: str, arguments: Sequence[str | Override], settings: type | None = None) -> DictConfig:
+def load_config(settings: type[Checked], arguments: Sequence[str]) -> DictConfig:
     """Compose a command's settings with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     If a key is given twice, the last value counts: a user can override a script's arguments. Values of text keys are
-    taken as typed. Required keys may still be missing. `settings` is the class of a command that is not in
-    `conf.cli.commands.TABLE`.
+    taken as typed. Required keys may still be missing.
 
     Raises:
         UsageError: Reports all bad arguments together, each with its nearest or valid choices.
     """
-    overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
-    overrides = [_as_own_key(name, override) for override in overrides]
-    settings = settings or settings_class(name)
+    overrides = [_as_own_key(override, settings.SPELLINGS) for override in parsed(settings, arguments)]
     groups, kinds = groups_of(settings), kinds_of(settings)
-    chosen: dict[str, tuple[Override, Mapping[str, Any] | None]] = {}
+    chosen: dict[str, tuple[str, Mapping[str, Any] | None]] = {}
     problems: list[str] = []
     for override in overrides:
         if override.key in groups:
-            with _collected(problems):
-                chosen[override.key] = _chosen(name, override, groups[override.key])
-    cfg = _compose(settings, [override for override, _ in chosen.values()])
+            with collected(problems):
+                chosen[override.key] = _chosen(groups[override.key], override)
+    cfg = _compose(settings, [choice for choice, _ in chosen.values() if choice])
     composed = plain_values(cfg)
-    known = [known_key.name for known_key in keys_of(settings) if known_key.name.partition(".")[0] in composed]
-    known += [key for key, _ in flat(composed) if key not in known]
+    declared = [key.name for key in keys_of(settings) if key.name.partition(".")[0] in composed]
+    known = list(dict.fromkeys([*declared, *dict(flat(composed))]))
     for group, (_, values) in chosen.items():
         if values is not None:
-            with _collected(problems):
+            with collected(problems):
                 _put(cfg, group, values)
     for override in overrides:
         if override.key not in groups:
-            with _collected(problems):
+            with collected(problems):
                 _require_known(cfg, override.plus, override.key, known)
                 _set(cfg, override.plus, override.key, _value(override, kinds.get(override.key)), known)
-    with _collected(problems):
+    with collected(problems):
         problems += problems_of(plain_values(cfg), kinds)
-    if problems:
-        raise UsageError("; ".join(problems))
+    refuse(problems)
     return cfg
 
 
-@contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a `UsageError` to the problems, and continue."""
-    try:
-        yield
-    except UsageError as error:
-        problems.append(str(error))
+def _as_own_key(override: Override, spellings: Mapping[str, str]) -> Override:
+    """Translate a command's special spelling into its key; return any other override unchanged."""
+    is_list = override.choice.startswith("[")
+    if is_list and (own := spellings.get(f"{override.key}[")):
+        return Override("", own, override.choice)
+    return replace(override, plus="", key=own) if (own := spellings.get(override.key)) else override
 
 
-def _as_own_key(name: str, override: Override) -> Override:
-    """Translate a command's special spellings into its keys; return any other override unchanged.
-
-    `device=[A,B]` of an estimate is `devices`, `arch=[A,B]` of a submission `families`, and `+collocate` `collocate`.
-    """
-    several = override.choice.startswith("[")
-    if name == "estimate" and override.key == DEVICES and several:
-        return Override("", "devices", override.choice)
-    if name == "submit" and override.key == "arch" and several:
-        return Override("", "families", override.choice)
-    if name == "grow" and override.key == "grow.collocate":
-        return replace(override, key="collocate")
-    if name == "submit" and override.key == "collocate":
-        return replace(override, plus="")
-    return override
-
-
-def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override, Mapping[str, Any] | None]:
-    """Return the override with the chosen file of its group, and values that replace the file's, if any.
+def _chosen(key: Key, override: Override) -> tuple[str, Mapping[str, Any] | None]:
+    """Return Hydra's override for a group, empty for null, and values that replace the chosen file's, if any.
 
     Raises:
         UsageError: The choice is unknown, or needs or forbids a `+`.
     """
-    choice, values = override.choice, None
-    options = group_options(override.key)
-    if override.key == DEVICES and choice not in options:
-        choice, values = ("null", None) if choice == "null" and group.default is None else _device(name, choice)
-    if choice not in options and not (choice == "null" and group.default is None and not group.added):
-        raise unknown_name(override.key, override.choice, options)
-    if override.plus != (needed := "+" if group.added else ""):
-        raise UsageError(f"write {needed}{override.key}={override.choice}{'' if needed else ', without +'}")
-    return replace(override, written=choice), values
+    assert key.group is not None
+    choice, values, options = override.choice, None, group_options(key.name)
+    is_null = choice == "null" and key.default is None and not key.group.added
+    if key.name == DEVICES and choice not in options and not is_null:
+        choice, values = _device(choice, key.options)
+    if choice not in options and not is_null:
+        raise unknown_name(key.name, override.choice, options)
+    if override.plus != (plus := "+" if key.group.added else ""):
+        raise UsageError(f"write {plus}{key.name}={override.choice}{'' if plus else ', without +'}")
+    return "" if is_null else f"{plus}{key.name}={choice}", values
 
 
-def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
+def _device(choice: str, options: Sequence[str]) -> tuple[str, Mapping[str, Any] | None]:
     """Return the file of a device with another name, and the values of a device without a file.
 
     A user's own file and a slice are not in conf/device/; a described GPU model provides their keys.
     """
-    options = command_options(name, DEVICES)
     if is_device_file(choice):
         read = read_device_file(choice)
         values = {key: literal(value) if isinstance(value, str) else value for key, value in read.items()}
@@ -208,19 +192,19 @@ def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     return resolve_device(choice, options), None
 
 
-def _compose(settings: type, choices: Sequence[Override]) -> DictConfig:
+def _compose(settings: type[Checked], choices: Sequence[str]) -> DictConfig:
     """Compose the command's defaults with the chosen files of its groups by Hydra."""
     from hydra import compose, initialize_config_module
     from hydra.core.config_store import ConfigStore
 
     name = settings.__name__
-    defaults = [{group: group_key.default} for group, group_key in groups_of(settings).items() if not group_key.added]
+    # Hydra does not accept null for a group in `choices`; the default of such a group is null anyway.
+    defaults = [{key.name: key.default} for key in documented_keys(settings) if key.group]
     store = ConfigStore.instance()
     store.store(name=name, node={"defaults": ["_self_", *defaults], **defaults_of(settings)})
     try:
         with initialize_config_module(config_module="conf", version_base="1.3"):
-            # Hydra does not accept null for a group; the default of such a group is null anyway.
-            return compose(name, overrides=[choice.text() for choice in choices if choice.written != "null"])
+            return compose(name, overrides=[*choices])
     finally:  # Hydra would copy it at each later call
         del store.repo[f"{name}.yaml"]
 
@@ -287,19 +271,15 @@ def _value(override: Override, kind: Kind | None) -> Any:
     from hydra.errors import HydraException
 
     key, written = override.key, override.written
-    if override.verbatim:
-        return literal(written)
-    if kind is not None and kind.stands_as_typed(written):
-        if (problem := kind.problem_as_written(key, written)) is not None:
-            raise UsageError(problem)
+    if override.verbatim or (kind is not None and kind.takes_as_typed(key, written)):
         return literal(written)
     if len(written) > _LONGEST_VALUE:
         raise UsageError(f"{key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")
     try:
         read = OverridesParser.create().parse_override(override.text())
     except (HydraException, RecursionError) as error:
-        quoted_keys = re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", written)
-        advice = "a mapping's keys have no quotes: {key: value}" if quoted_keys else _QUOTE
+        has_quoted_keys = re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", written)
+        advice = "a mapping's keys have no quotes: {key: value}" if has_quoted_keys else _QUOTE
         raise UsageError(f"cannot read {shown(override.text())}; write KEY=VALUE ({advice})") from error
     if read.is_sweep_override():
         raise UsageError(f"{key} takes one value, not several to choose from: {shown(override.text())}")
@@ -311,9 +291,9 @@ def literal(value: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
 
 
-def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
+def load_settings(settings: type[Settings], arguments: Sequence[str]) -> Settings:
     """Return the settings that a command's `entry` gets for these arguments. Raises `UsageError`."""
-    return made(settings, load_config(name, arguments, settings))
+    return made(settings, load_config(settings, arguments))
 
 
 def made(settings: type[Settings], cfg: DictConfig) -> Settings:
@@ -325,9 +305,7 @@ def made(settings: type[Settings], cfg: DictConfig) -> Settings:
     from omegaconf import OmegaConf
 
     if missing := OmegaConf.missing_keys(cfg):
-        meanings = {
-            known_key.name: f" ({known_key.help})" for known_key in keys_of(cast(type, settings)) if known_key.help
-        }
+        meanings = {key.name: f" ({key.help})" for key in keys_of(settings) if key.help}
         raise UsageError("missing " + "; ".join(f"{key}=...{meanings.get(key, '')}" for key in sorted(missing)))
     return built(settings, plain_values(cfg))
 
@@ -345,67 +323,3 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
         raise UsageError("a value refers to itself through ${...}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-@cache
-def groups() -> tuple[str, ...]:
-    """Return the config groups: the folders of `conf` with YAML files."""
-    root = importlib.resources.files("conf")
-    return tuple(
-        sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
-    )
-
-
-def group_options(group: str) -> tuple[str, ...]:
-    """Return the choices of a group, by file name."""
-    folder = importlib.resources.files("conf") / group
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
-
-
-def command_options(name: str, group: str) -> tuple[str, ...]:
-    """Return the choices of a group for a command; `estimate` allows GPU models but no trial backends."""
-    options = group_options(group)
-    if (name, group) not in _DESCRIPTIONS_ONLY:
-        return options
-    return tuple(option for option in options if "backend" not in choice_values(group, option))
-
-
-def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
-    """Return (dotted key, default, help text with the kind) of each key of a command."""
-    return tuple(
-        (documented.name, written(documented.default), text_of(documented))
-        for documented in keys_of(settings_class(name))
-        if documented.group is None or not documented.group.added
-    )
-
-
-def text_of(key: Key) -> str:
-    """Return a key's help text, which begins with its kind."""
-    return f"[{key.kind.declared}] {key.help}".strip() if key.kind else key.help
-
-
-def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
-    """Return (dotted key, value, help text) of each key of a group's choice."""
-    described = groups_of(settings_class(name))[group].schema
-    texts = {known_key.name: text_of(known_key) for known_key in keys_of(described)} if described else {}
-    return tuple((key, written(value), texts.get(key, "")) for key, value in flat(choice_values(group, choice)))
-
-
-@cache
-def choice_values(group: str, choice: str) -> Mapping[str, Any]:
-    """Return the values of `conf/GROUP/CHOICE.yaml`."""
-    import yaml
-
-    text = (importlib.resources.files("conf") / group / f"{choice}.yaml").read_text(encoding="utf-8")
-    values = yaml.safe_load(text)
-    assert isinstance(values, dict)
-    return values
-
-
-def flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values by dotted key."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and "low" not in value:  # a range of a search space is one value
-            yield from flat(value, f"{parent}{key}.")
-        else:
-            yield f"{parent}{key}", value

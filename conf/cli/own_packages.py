@@ -11,9 +11,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 ROOT = Path(__file__).parents[2]
@@ -43,8 +42,23 @@ def shadowing_files() -> dict[str, str]:
 
 def require_own_packages() -> None:
     """End the process with one line and exit code 2 if another file hides a package of this project."""
-    if shadowing := shadowing_files():
-        _refuse(shadowing, sys.orig_argv)
+    if not (shadowing := shadowing_files()):
+        return
+    hidden = f"package{'s' * (len(shadowing) > 1)} {' and '.join(shadowing)}"
+    files = " and ".join(_printable(path) for path in shadowing.values())
+    hides = "hide" if len(shadowing) > 1 else "hides"
+    advice = "change to another folder, or take this one out of PYTHONPATH"
+    package, _, command = _module_to_run().partition(".")
+    if package in _OF_COMMANDS and command:
+        advice = f"run `gpufarm {_printable(command)} ...` instead, or change to another folder"
+    print(f"error: {files} {hides} gpufarm's own {hidden}; {advice}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _module_to_run() -> str:
+    """Return the module that `python -m` runs; empty without one."""
+    arguments = sys.orig_argv
+    return arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
 
 
 def working_folder() -> str | None:
@@ -115,19 +129,6 @@ def users_environment() -> dict[str, str]:
     return environment
 
 
-def _refuse(shadowing: Mapping[str, str], arguments: Sequence[str]) -> NoReturn:
-    hidden = f"package{'s' * (len(shadowing) > 1)} {' and '.join(shadowing)}"
-    files = " and ".join(_printable(path) for path in shadowing.values())
-    hides = "hide" if len(shadowing) > 1 else "hides"
-    advice = "change to another folder, or take this one out of PYTHONPATH"
-    if "-m" in arguments[:-1]:
-        package, _, command = arguments[arguments.index("-m") + 1].partition(".")
-        if package in _OF_COMMANDS and command:
-            advice = f"run `gpufarm {_printable(command)} ...` instead, or change to another folder"
-    print(f"error: {files} {hides} gpufarm's own {hidden}; {advice}", file=sys.stderr)
-    sys.exit(2)
-
-
 def _is_same(path: str | Path, other: str | Path) -> bool:
     try:
         return os.path.samefile(path, other)
@@ -139,16 +140,16 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _require_libraries(arguments: Sequence[str]) -> None:
+def _require_libraries() -> None:
     """End the process with one line and exit code 2 if the command needs libraries that are not installed."""
-    from conf.cli.commands import COMMANDS, missing_from
+    from conf.cli.commands import SETTINGS, missing_from
 
-    module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
-    if module in COMMANDS.values() and (problem := missing_from(module.partition(".")[0])):
+    module = _module_to_run()
+    if module in SETTINGS and (problem := missing_from(module.partition(".")[0])):
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":  # run by a package of this project that `python -m` started
     require_own_packages()
-    _require_libraries(sys.orig_argv)
+    _require_libraries()

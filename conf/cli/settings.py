@@ -17,6 +17,7 @@ may look like a list or a mapping; `path`; `new path`, which is made if it is mi
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import math
 import os
 import re
@@ -26,18 +27,19 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, ClassVar, TypeGuard, TypeVar, cast
 
-from conf.errors import UsageError, require_known, shown, unknown_name
+from conf.errors import UsageError, collected, refuse, require_known, shown, unknown_name
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e\d+)?"
 _BOUNDED = re.compile(rf"(int|number)(?: (?:(>=?) )?({_NUMBER})(?: to ({_NUMBER}))?| <= ({_NUMBER}))?")
 _INT64_MAX = 2**63 - 1  # the limit of SQLite and Parquet
-_SHAPES = {"list": ("[", "]"), "mapping": ("{", "}")}
+_SHAPES = {"[": ("list", "]"), "{": ("mapping", "}")}
 _TEXTS = {"text", "any text", "path", "new path"}
 _QUOTE = "in its own quotes it is taken as text"
-Settings = TypeVar("Settings")
-_hints = cache(typing.get_type_hints)
+REQUIRED = "???"  # OmegaConf's mark of a missing value
+_hints: Callable[[type], dict[str, Any]] = cache(typing.get_type_hints)
+Value = TypeVar("Value")
 
 
 def _is_number(value: object, whole: bool) -> TypeGuard[int | float]:
@@ -58,7 +60,7 @@ def _is_list(value: object, takes: Callable[[object], bool] = lambda _: True) ->
     return isinstance(value, list | tuple) and all(map(takes, value))
 
 
-# Kind -> (its text in messages, function that checks a value). Numbers are checked elsewhere, with their bounds.
+# Kind -> (its text in messages, function that checks a value), in the order of messages. `Kind` checks numbers.
 _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("text", _is_text),
@@ -74,6 +76,7 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "null": ("", lambda value: value is None),
 }
+_ORDER = ("int", "number", *_PLAIN)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Kind:
     """The alternatives that a key may hold.
 
     declared: the kind as `--help` shows it
-    names: the alternatives without bounds; `int` and `number` have the bounds `low` and `high`, both included
+    names: the alternatives without bounds, in the order of messages; `int` and `number` have the bounds `low` and
+        `high`, both included
     above: whether `low` itself is excluded
     choices: the only allowed values, if any
     """
@@ -96,55 +100,53 @@ class Kind:
     @classmethod
     def parse(cls, declared: str, choices: Sequence[object] = ()) -> Kind:
         """Parse the text of a kind, such as `int >= 1 | null`. Raises `ValueError`."""
-        names, low, high, above = [], None, None, False
-        for alternative in (part.strip() for part in declared.split("|")):
-            if bounded := _BOUNDED.fullmatch(alternative):
+        names, above = list[str](), False
+        bounds: tuple[str | None, str | None] = (None, None)
+        for name in (part.strip() for part in declared.split("|")):
+            if bounded := _BOUNDED.fullmatch(name):
                 name, sign, low, high, most = bounded.groups()
-                high, above = high or most, sign == ">"
-                names.append(name)
-            elif alternative in _PLAIN:
-                names.append(alternative)
-            else:
-                raise ValueError(f"unknown kind {alternative!r} of {declared!r}")
-        return cls(declared, tuple(names), _bound(low), _bound(high), above, tuple(choices))
+                bounds, above = (low, high or most), sign == ">"
+            if name not in _ORDER:
+                raise ValueError(f"unknown kind {name!r} of {declared!r}")
+            names.append(name)
+        low, high = (None if text is None else float(text) for text in bounds)
+        return cls(declared, tuple(sorted(names, key=_ORDER.index)), low, high, above, tuple(choices))
 
-    def stands_as_typed(self, written: str) -> bool:
-        """Return whether an argument is plain text: not in quotes, not null, and not a list where a list is allowed."""
+    def takes_as_typed(self, key: str, written: str) -> bool:
+        """Return whether an argument is plain text: not in quotes, not null, and not a list where a list is allowed.
+
+        Raises `UsageError` for text that looks like a list or a mapping, or refers to a value in a new path.
+        """
         if written in ("", "null") or written[0] in "'\"" or _TEXTS.isdisjoint(self.names):
             return False
         if "bool" in self.names and written.lower() in ("true", "false"):
             return False
-        return not any(name.partition(" ")[0] in _SHAPES and _has_shape(written, name) for name in self.names)
-
-    def problem_as_written(self, key: str, written: str) -> str | None:
-        """Return the problem of an argument's text, before it is parsed."""
-        begun = not {"path", "new path"} & set(self.names)  # a path may begin with a bracket
-        shapes = [name for name in _SHAPES if "any text" not in self.names and _has_shape(written, name, begun)]
-        if shapes:
-            problem = f"got a {shapes[0]}:"
+        shape, end = _SHAPES.get(written[0], ("", ""))
+        is_whole = shape != "" and written.endswith(end)
+        if is_whole and any(name.partition(" ")[0] == shape for name in self.names):
+            return False
+        may_begin = "any text" in self.names or (not is_whole and not {"path", "new path"}.isdisjoint(self.names))
+        if shape and not may_begin:
+            problem = f", got a {shape}:"
         elif "new path" in self.names and "${" in written:
-            problem = "nothing fills ${...} in here:"
+            problem = "; nothing fills ${...} in here:"
         else:
-            return None
-        separator = "," if shapes else ";"
-        return f"{key} must be {self.words()}{separator} {problem} {shown(f'{key}={written}')}; {_QUOTE}"
+            return True
+        raise UsageError(f"{key} must be {self.words()}{problem} {shown(f'{key}={written}')}; {_QUOTE}")
 
     def problem(self, key: str, value: object) -> str | None:
         """Return a message such as `KEY must be an integer >= 1, got 'many'`; None if the kind allows the value."""
         if not any(self._takes(name, value) for name in self.names):
             return f"{key} must be {self.words(value)}, got {shown(value)}"
-        if self.choices:
-            given = value if isinstance(value, list | tuple) else [value]
-            unknown = [choice for choice in given if choice is not None and choice not in self.choices]
-            name = f"name in {key}:" if "list of text" in self.names else key
-            return str(unknown_name(name, unknown[0], self.choices)) if unknown else None
-        return None
+        given = value if isinstance(value, list | tuple) else [value]
+        unknown = [choice for choice in given if self.choices and choice is not None and choice not in self.choices]
+        name = f"name in {key}:" if "list of text" in self.names else key
+        return str(unknown_name(name, unknown[0], self.choices)) if unknown else None
 
     def words(self, value: object = None) -> str:
         """Return the kind in words, such as `a path or a list of names`, with the bound that `value` exceeds."""
-        names = [name for name in ("int", "number", *_PLAIN) if name in self.names and name != "null"]
-        words = (_PLAIN[name][0] if name in _PLAIN else self._number_words(name, value) for name in names)
-        return " or ".join(dict.fromkeys(words))
+        words = (_PLAIN[name][0] if name in _PLAIN else self._number_words(name, value) for name in self.names)
+        return " or ".join(dict.fromkeys(filter(None, words)))
 
     def _takes(self, name: str, value: object) -> bool:
         if name in _PLAIN:
@@ -164,21 +166,8 @@ class Kind:
             kind = "a finite number"
         _, high = self._bounds(name)
         if (_is_number(value, whole=name == "int") and value > high) or (self.low is None and self.high is not None):
-            return f"{kind} <= {_plain(high)}"
-        return kind if self.low is None else f"{kind} {'>' if self.above else '>='} {_plain(self.low)}"
-
-
-def _bound(text: str | None) -> float | None:
-    return None if text is None else int(text) if re.fullmatch(r"-?\d+", text) else float(text)
-
-
-def _plain(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:.15g}"
-
-
-def _has_shape(written: str, name: str, begun: bool = False) -> bool:
-    begins, ends = _SHAPES[name.partition(" ")[0]]
-    return written.startswith(begins) and (begun or written.endswith(ends))
+            return f"{kind} <= {high if high == _INT64_MAX else f'{high:.15g}'}"
+        return kind if self.low is None else f"{kind} {'>' if self.above else '>='} {self.low:.15g}"
 
 
 def problems_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], section: str = "") -> list[str]:
@@ -187,17 +176,19 @@ def problems_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], section: s
     Missing keys have no problem, also if they are required.
     """
     given = ((key, kind, _at(values, key.split("."))) for key, kind in kinds.items())
-    return [problem for key, kind, value in given if value != "???" and (problem := kind.problem(section + key, value))]
+    return [
+        problem for key, kind, value in given if value != REQUIRED and (problem := kind.problem(section + key, value))
+    ]
 
 
 def _at(values: Any, names: Sequence[str]) -> Any:
     for name in names:
-        values = values.get(name, "???") if isinstance(values, Mapping) else "???"
+        values = values.get(name, REQUIRED) if isinstance(values, Mapping) else REQUIRED
     return values
 
 
-_HELP, _KIND, _CHOICES, _BUILD, _GROUP = "help", "kind", "choices", "build", "group"
-_SECTION, _GIVEN = "section", "given"
+_DEFAULT, _HELP, _KIND, _CHOICES, _BUILD = "default", "help", "kind", "choices", "build"
+_GROUP, _SECTION = "group", "section"
 _WORDS: dict[Any, str] = {
     bool: "bool",
     int: "int",
@@ -213,18 +204,18 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """A key whose value is chosen by name from the files of `conf/NAME/`.
+    """Properties of a key whose value is chosen by name from the files of `conf/NAME/`.
 
-    default: the name of a file, or None
     build: makes the typed value from a file's values; None: an object of `schema`
     schema: settings class with the kinds of the files' keys; None: the files themselves define the keys
     added: whether it is chosen with `+NAME=CHOICE`, without a default
+    described: whether the files of backends, which run trials, are no choices
     """
 
-    default: str | None
     build: Callable[[Mapping[str, Any]], Any] | None
-    schema: type | None = None
-    added: bool = False
+    schema: type[Checked] | None
+    added: bool
+    described: bool
 
 
 def key(
@@ -247,7 +238,17 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(settings: type, required: bool = False) -> Any:
+def format_key() -> Any:
+    """Return the field `format` of commands that print a table or JSON."""
+    return key("table", choices=("table", "json"))
+
+
+def data_key() -> Any:
+    """Return the field `data` of commands that read or write a data folder."""
+    return key(None, "data folder; default $GPUFARM_DATA, else ./data", "new path")
+
+
+def section(settings: type[Checked], required: bool = False) -> Any:
     """Return a dataclass field that groups further keys, such as `log.file` and `log.format`."""
     default: dict[str, Any] = {} if required else {"default_factory": settings}
     return dataclasses.field(**default, metadata={_SECTION: settings})
@@ -257,55 +258,88 @@ def group(
     default: str | None,
     help: str,
     build: Callable[[Mapping[str, Any]], Any] | None = None,
-    schema: type | None = None,
+    schema: type[Checked] | None = None,
+    *,
+    added: bool = False,
+    described: bool = False,
 ) -> Any:
-    """Return a dataclass field whose value is chosen with `NAME=CHOICE` from the files of `conf/NAME/`."""
-    return dataclasses.field(default=None, metadata={_HELP: help, _GROUP: ConfigGroup(default, build, schema)})
+    """Return a dataclass field whose value is chosen from the files of `conf/NAME/`; see `ConfigGroup`.
 
-
-def added_group(build: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return a dataclass field that is chosen with `+NAME=CHOICE`; None if it is not given."""
-    return dataclasses.field(default=None, metadata={_HELP: "", _GROUP: ConfigGroup(None, build, added=True)})
-
-
-def given_values() -> Any:
-    """Return a dataclass field for all composed values of the command line."""
-    return dataclasses.field(default_factory=dict, repr=False, metadata={_GIVEN: True})
+    `default` is the name of a file, or None.
+    """
+    metadata = {_DEFAULT: default, _HELP: help, _GROUP: ConfigGroup(build, schema, added, described)}
+    return dataclasses.field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a command. `default` is None for null, `dataclasses.MISSING` for a required key.
+    """One key of a command, by its dotted name. `default` is None for null, `REQUIRED` for a required key.
 
     kind: the allowed values; None for a group
     """
 
-    name: str  # dotted
+    name: str
     default: Any
-    help: str
+    help: str = ""
     kind: Kind | None = None
     group: ConfigGroup | None = None
 
+    @property
+    def text(self) -> str:
+        """The help, which begins with the kind."""
+        return f"[{self.kind.declared}] {self.help}".strip() if self.kind else self.help
 
-@cache
-def keys_of(settings: type) -> tuple[Key, ...]:
+    @property
+    def written_default(self) -> str:
+        """The default as `written`; of a required key, `(required)`."""
+        return "(required)" if self.default == REQUIRED else written(self.default)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The choices of a group."""
+        described = self.group is not None and self.group.described
+        options = group_options(self.name)
+        return tuple(name for name in options if not described or "backend" not in choice_values(self.name, name))
+
+    @property
+    def choice_keys(self) -> tuple[Key, ...]:
+        """The keys in the file of a group's default choice, with its values as defaults."""
+        if self.group is None or self.default not in group_options(self.name):
+            return ()
+        known = {key.name: key for key in keys_of(self.group.schema)} if self.group.schema else {}
+        return tuple(
+            dataclasses.replace(known.get(name, Key(name, None)), name=f"{self.name}.{name}", default=value)
+            for name, value in flat(choice_values(self.name, self.default))
+        )
+
+
+def _cached(function: Callable[[type[Checked]], Value]) -> Callable[[type[Checked]], Value]:
+    """Return the function with a cache. Its type is kept, because mypy takes no `type[...]` as hashable."""
+    return cast("Callable[[type[Checked]], Value]", cache(function))
+
+
+@_cached
+def keys_of(settings: type[Checked]) -> tuple[Key, ...]:
     """Return the keys of a settings class: groups first, then its own, then those of its sections."""
     return tuple(sorted(_own_keys(settings), key=lambda key: (key.group is None, "." in key.name)))
 
 
-def _own_keys(settings: type) -> Iterator[Key]:
-    hints = _hints(settings)
+def _own_keys(settings: type[Checked]) -> Iterator[Key]:
     for field in dataclasses.fields(settings):
         about = field.metadata
         if _SECTION in about:
-            inner = _own_keys(about[_SECTION])
-            yield from (dataclasses.replace(inner_key, name=f"{field.name}.{inner_key.name}") for inner_key in inner)
+            for inner in _own_keys(about[_SECTION]):
+                yield dataclasses.replace(inner, name=f"{field.name}.{inner.name}")
+        elif _GROUP in about:
+            yield Key(field.name, about[_DEFAULT], about[_HELP], group=about[_GROUP])
         elif _HELP in about:
-            if (chosen := about.get(_GROUP)) is not None:
-                yield Key(field.name, chosen.default, about[_HELP], group=chosen)
-            else:
-                kind = _kind_of(hints[field.name], about[_KIND], about[_CHOICES])
-                yield Key(field.name, field.default, about[_HELP], kind)
+            kind = _kind_of(_hints(settings)[field.name], about[_KIND], about[_CHOICES])
+            yield Key(field.name, REQUIRED if field.default is MISSING else field.default, about[_HELP], kind)
+
+
+def documented_keys(settings: type[Checked]) -> tuple[Key, ...]:
+    """Return the keys that have a default or are required: all but groups that are added with a `+`."""
+    return tuple(key for key in keys_of(settings) if key.group is None or not key.group.added)
 
 
 def _kind_of(annotation: Any, narrower: str, choices: tuple[object, ...]) -> Kind:
@@ -324,28 +358,36 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-@cache
-def kinds_of(settings: type) -> dict[str, Kind]:
+@_cached
+def kinds_of(settings: type[Checked]) -> dict[str, Kind]:
     """Return the kind of each key of a class and of its groups' files, except search spaces and descriptions."""
     kinds = {key.name: key.kind for key in keys_of(settings) if key.kind is not None}
-    for name, chosen in groups_of(settings).items():
-        if chosen.schema is not None:
-            kinds |= {f"{name}.{inner}": kind for inner, kind in kinds_of(chosen.schema).items()}
+    for key in keys_of(settings):
+        if key.group is not None and key.group.schema is not None:
+            kinds |= {f"{key.name}.{inner}": kind for inner, kind in kinds_of(key.group.schema).items()}
     return kinds
 
 
-def groups_of(settings: type) -> dict[str, ConfigGroup]:
-    """Return the groups that a command takes, by name."""
-    return {key.name: key.group for key in keys_of(settings) if key.group is not None}
+def groups_of(settings: type[Checked]) -> dict[str, Key]:
+    """Return the keys of a command that are groups, by name."""
+    return {key.name: key for key in keys_of(settings) if key.group is not None}
 
 
+@dataclass(frozen=True)
 class Checked:
     """Base of settings classes, which checks values against the kinds of their keys when an object is made.
 
     `section` is the parent key in messages: `class LogSettings(Checked, section="log")`.
+
+    COMMON: keys that `--help` explains, in this order; empty: all
+    POSITIONAL: key that an argument without `KEY=` sets, the first with white space
+    SPELLINGS: other spelling of a key -> the key; `NAME[` is a list that is given for `NAME`
     """
 
-    _section = ""
+    COMMON: ClassVar[Sequence[str]] = ()
+    POSITIONAL: ClassVar[str] = ""
+    SPELLINGS: ClassVar[Mapping[str, str]] = {}
+    _section: ClassVar[str] = ""
 
     def __init_subclass__(cls, section: str | None = None) -> None:
         if section is not None:
@@ -353,36 +395,37 @@ class Checked:
 
     def __post_init__(self) -> None:
         """Make the values of sections, groups and keys, and check them. Raises `UsageError` with every problem."""
-        settings: type = type(self)
+        settings = type(self)
         problems = problems_of(vars(self), kinds_of(settings), self._section)
-        fields = [field for field in dataclasses.fields(settings) if field.metadata and _GIVEN not in field.metadata]
+        fields = [field for field in dataclasses.fields(settings) if field.metadata]
         for field in fields if not problems else ():
-            try:
+            with collected(problems):
                 value = _make_value(field, _hints(settings)[field.name], getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
-            except UsageError as error:
-                problems.append(str(error))
-        if problems := problems or [*self.problems()]:
-            raise UsageError("; ".join(problems))
+        refuse(problems or self.problems())
 
     def problems(self) -> Iterable[str]:
         """Return further problems of values that match their kinds, one line each."""
         return ()
 
 
+Settings = TypeVar("Settings", bound=Checked)
+
+
 def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return a field's value: an object for a section, the result of `build`, or a tuple for several names."""
     about = field.metadata
-    chosen = about.get(_GROUP)
-    if chosen and (chosen.build or value is None):
+    chosen: ConfigGroup | None = about.get(_GROUP)
+    settings = chosen.schema if chosen else about.get(_SECTION)
+    build = chosen.build if chosen else about.get(_BUILD)
+    if chosen and build:
         is_built = not isinstance(value, Mapping | list | str | int | float)
-        return value if is_built else chosen.build(_mapping(field.name, value))
-    settings = about.get(_SECTION) or (chosen and chosen.schema)
-    if settings and not isinstance(value, settings):
+        return value if is_built else build(_mapping(field.name, value))
+    if settings and not isinstance(value, settings) and not (chosen and value is None):
         # Another release may have other keys.
         require_known(field.name, _mapping(field.name, value), [own.name for own in dataclasses.fields(settings)])
         return built(settings, value)
-    if build := about.get(_BUILD):
+    if build:
         return build(value)
     annotations = _alternatives(annotation)
     if isinstance(value, list | str) and any(typing.get_origin(alternative) is tuple for alternative in annotations):
@@ -391,10 +434,13 @@ def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> A
 
 
 def built(settings: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Return an object of a settings class from the values of a composed command line. Raises `UsageError`."""
-    names = [field.name for field in dataclasses.fields(cast(Any, settings))]
-    given = {field.name: values for field in dataclasses.fields(cast(Any, settings)) if _GIVEN in field.metadata}
-    return settings(**{name: values[name] for name in names if name in values}, **given)
+    """Return an object of a settings class from the values of a composed command line. Raises `UsageError`.
+
+    A field `given` takes all values.
+    """
+    given = {"given": values, **values}
+    names = [field.name for field in dataclasses.fields(settings)]
+    return settings(**{name: given[name] for name in names if name in given})
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:
@@ -403,37 +449,55 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def defaults_of(settings: type) -> dict[str, Any]:
+def defaults_of(settings: type[Checked]) -> dict[str, Any]:
     """Return the composed values of an empty command line: `???` for a required key, without added groups."""
     values: dict[str, Any] = {}
-    for key in keys_of(settings):
+    for key in documented_keys(settings):
         *parents, name = key.name.split(".")
         node = values
         for parent in parents:
             node = node.setdefault(parent, {})
-        if key.group is None:
-            node[name] = "???" if key.default is MISSING else key.default
-        elif not key.group.added:
-            node[name] = None
+        node[name] = key.default if key.group is None else None
     return values
 
 
-def written(default: object) -> str:
-    """Return a default in the syntax of the command line: `null`, `true`, `[a, b]`, `???` for a required key."""
-    if default is MISSING:
-        return "???"
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    if isinstance(default, Sequence) and not isinstance(default, str):
-        return f"[{', '.join(map(written, default))}]"
-    return str(default)
+def written(value: object) -> str:
+    """Return a default in the syntax of the command line: `null`, `true`, `[a, b]`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(written, value))}]"
+    return str(value)
 
 
-def format_key() -> Any:
-    """Return the field `format` of commands that print a table or JSON."""
-    return key("table", choices=("table", "json"))
+@cache
+def groups() -> tuple[str, ...]:
+    """Return the config groups: the folders of `conf` with YAML files."""
+    folders = (folder for folder in importlib.resources.files("conf").iterdir() if folder.is_dir())
+    return tuple(sorted(folder.name for folder in folders if group_options(folder.name)))
 
 
-def data_key() -> Any:
-    """Return the field `data` of commands that read or write a data folder."""
-    return key(None, "data folder; default $GPUFARM_DATA, else ./data", "new path")
+def group_options(group: str) -> tuple[str, ...]:
+    """Return the choices of a group, by file name."""
+    folder = importlib.resources.files("conf") / group
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+@cache
+def choice_values(group: str, choice: str) -> Mapping[str, Any]:
+    """Return the values of `conf/GROUP/CHOICE.yaml`."""
+    import yaml
+
+    text = (importlib.resources.files("conf") / group / f"{choice}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    assert isinstance(values, dict)
+    return values
+
+
+def flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values by dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "low" not in value:  # a range of a search space is one value
+            yield from flat(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}", value

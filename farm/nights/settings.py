@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from conf.cli.settings import Checked, given_values, key, section
+from conf.cli.settings import Checked, key, section
 from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.selection import POLICIES
@@ -83,6 +83,8 @@ class GrowSettings(TrialsSettings):
     reports/latest.html there.
     """
 
+    SPELLINGS: ClassVar = {"grow.collocate": "collocate"}
+
     n: int | None = key(None, "configurations to measure, in addition to canaries", "int 1 to 10000000")
     hours: float | None = key(
         None, "hours to measure, canaries included; with n=, whichever is reached first", "number > 0 to 100000"
@@ -118,7 +120,7 @@ class GrowSettings(TrialsSettings):
     notify: NotifySettings = section(NotifySettings)
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)
-    given: Mapping[str, Any] = given_values()
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)  # all values of the command line
     spaces: tuple[Space, ...] = field(init=False)  # one a family
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from conf.cli.overrides import flat, load_settings
+from conf.cli.overrides import load_settings
+from conf.cli.settings import flat
 from conf.errors import UsageError
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
@@ -104,4 +105,4 @@ def settings_of(arguments: Mapping[str, Any]) -> ServeSettings:
         raise UsageError("data=FOLDER is missing: every node must have it under the same path")
     # `serve run` gives text, a YAML file typed values.
     texts = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in flat(arguments))
-    return load_settings(ServeSettings, "serve", [f"{name}={text}" for name, text in texts])
+    return load_settings(ServeSettings, [f"{name}={text}" for name, text in texts])

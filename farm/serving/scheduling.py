@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.cli.settings import key
 from conf.device_names import resolve_device
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, collected, refuse
 from featurize.device.device_spec import DEFAULT_DEVICE, device_names, known_device
 
 if TYPE_CHECKING:
@@ -64,14 +64,11 @@ def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
     problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
     features: dict[str, str] = {}
     for name, feature in devices.items():
-        try:
+        with collected(problems):
             features[resolve_device(name, device_names())] = str(feature)
-        except UsageError as error:
-            problems.append(str(error))
         if not str(feature).replace("_", "").replace("-", "").replace(".", "").isalnum():
             problems.append(f"devices: the feature of {name} is a name that Slurm's nodes have, got {feature!r}")
-    if problems:
-        raise UsageError("; ".join(problems))
+    refuse(problems)
     return features
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from conf.cli.settings import Checked, added_group, data_key, group, key, keys_of, section
+from conf.cli.settings import Checked, data_key, group, key, keys_of, section
 from conf.errors import EnvironmentProblem, UsageError, require_known
 from conf.files.identity import version_of
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
@@ -99,7 +99,7 @@ class TrialsSettings(Checked):
 class SampledSettings(TrialsSettings):
     """The space that is sampled, and how."""
 
-    arch: Space | None = added_group(space_within_limits)
+    arch: Space | None = group(None, "", space_within_limits, added=True)
     seed: int = key(0, "seed that, with the space, determines every configuration", "int >= 0")
     policy: str = key("stratified", "stratified fills every range evenly for any n", choices=tuple(POLICIES))
 
@@ -126,6 +126,8 @@ class SubmitSettings(SampledSettings):
     removes them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass
     yes=true.
     """
+
+    SPELLINGS: ClassVar = {"arch[": "families", "collocate": "collocate"}  # +collocate=pairs is the same
 
     n: int = key(help="number of trials", kind="int 1 to 10000000")
     parallel: Any = key(

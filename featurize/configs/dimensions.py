@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeGuard
 
-from conf.errors import UsageError
+from conf.errors import UsageError, collected, refuse
 from featurize import families
 from featurize.configs.trial import canonical_json, code_fields
 
@@ -178,14 +178,11 @@ def parse_space(family: str, specs: Mapping[str, Any] | Iterable[tuple[str, Any]
     dimensions: list[Dimension] = []
     problems: list[str] = []
     for name, spec in pairs:
-        try:
+        with collected(problems):
             dimensions.append(_dimension(name, spec))
-        except UsageError as error:
-            problems.append(str(error))
     if unknown := sorted(str(name) for name, _ in pairs if name not in known):
         problems.append(f"unknown {', '.join(unknown)}; valid keys are {', '.join(known)}")
-    if problems:
-        raise UsageError(f"search space of {family}: " + "; ".join(problems))
+    refuse(problems, f"search space of {family}: ")
     return Space(family, tuple(dimensions))
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.errors import EnvironmentProblem, UsageError, refuse, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -150,8 +150,7 @@ def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
             fields[name] = value
     if "target_modules" not in fields and not problems:
         problems.append('target_modules is missing: names of layers, as in ["q_proj", "v_proj"], or "all-linear"')
-    if problems:
-        raise UsageError("; ".join(problems))
+    refuse(problems)
     return fields
 
 
@@ -242,8 +241,7 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
     skip = given.get("llm_int8_skip_modules")
     if skip is not None and not (isinstance(skip, list) and all(isinstance(name, str) for name in skip)):
         problems.append(f"llm_int8_skip_modules must be a list of modules' names, got {shown(skip)}")
-    if problems:
-        raise UsageError("; ".join(problems))
+    refuse(problems)
     four = f"{kind}-dq" if given.get("bnb_4bit_use_double_quant") else kind
     settings = {"quantize": "int8" if in_8_bits else four}
     return settings if skip is None else {**settings, "quantize_skip": list(skip)}

@@ -13,7 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError, UsageError, refuse
 from featurize import families
 from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from featurize.configs.dimensions import parse_space as parse_space
@@ -48,8 +48,7 @@ def require_within_limits(space: Space) -> None:
         for value, end in _values(dimension)
         if (problem := _problem(space.family, dimension.name, value, end))
     ]
-    if problems := problems or list(_changed_constants(space)):
-        raise UsageError(f"search space of {space.family}: " + "; ".join(problems))
+    refuse(problems or _changed_constants(space), f"search space of {space.family}: ")
 
 
 def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:

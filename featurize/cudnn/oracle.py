@@ -21,7 +21,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.cli.commands import missing_from_extra
+from conf.cli.commands import missing_packages
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.disk_cache import DiskCache, user_folder
 from featurize.cudnn.signature import NO_ENGINE, ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
@@ -316,7 +316,7 @@ def installed_libraries() -> CudnnLibraries:
     Raises:
         EnvironmentProblem: A package is missing (the message names the extra), or cuDNN is older than `OLDEST`.
     """
-    if (advice := missing_from_extra("cudnn")) is not None:
+    if (advice := missing_packages(["cudnn"], "cudnn")) is not None:
         raise EnvironmentProblem(advice)
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
-from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, refuse, unknown_name
 from conf.plain_text import exception_line
 from conf.units import MIB
 
@@ -217,8 +217,7 @@ class DeviceSpec:
             bad.append(f"llvm_target must be one of {', '.join(LLVM_TARGETS)}, got {self.llvm_target!r}")
         elif self.power_cap_w is not None and not bad:
             bad += self._problem_of_limit("power_cap_w", self.power_cap_w)
-        if bad:
-            raise UsageError(f"device {self.name}: " + "; ".join(bad))
+        refuse(bad, f"device {self.name}: ")
 
     @property
     def least_limit_w(self) -> float:
@@ -496,13 +495,12 @@ class MachineProfile:
     other_mib: float = 0.0
 
     def __post_init__(self) -> None:
-        bad = [
+        problems = [
             f"{part} must be a number from 0 to {_LARGEST_MIB:,.0f}, got {value!r}"
             for part in PARTS
             if not (isinstance(value := getattr(self, part), int | float) and 0 <= value <= _LARGEST_MIB)
         ]
-        if bad:
-            raise UsageError(f"machine {self.name}: " + "; ".join(bad))
+        refuse(problems, f"machine {self.name}: ")
 
     def outside_mib(self, loads_cudnn: bool) -> float:
         """Return the process's memory in MiB outside the allocator."""

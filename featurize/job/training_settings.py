@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias, TypedDict
 
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, refuse, shown, unknown_name
 from featurize.job.deepspeed_config import is_finite
 from featurize.job.layout import Parallel, parse_parallel
 
@@ -103,8 +103,7 @@ class TrialConfig:
     def __post_init__(self) -> None:
         with contextlib.suppress(UsageError):  # `problems` reports it
             object.__setattr__(self, "parallel", None if self.layout is None else self.layout.text())
-        if problems := self.problems():
-            raise UsageError(f"{self.family}: " + "; ".join(problems))
+        refuse(self.problems(), f"{self.family}: ")
 
     def problems(self) -> list[str]:
         """Return every rule that this config breaks, as text; empty if it can be built."""
@@ -283,8 +282,7 @@ class Training:
             for name in names
             if not holds(getattr(self, name))
         ]
-        if problems := [*wrong, *self._exclusions()]:
-            raise UsageError("; ".join(problems))
+        refuse([*wrong, *self._exclusions()])
         for name in _LISTS:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))

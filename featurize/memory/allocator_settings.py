@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import UsageError, refuse
 
 _LONGEST = 4000  # characters of a settings text
 MIN_BLOCK_BYTES = 512
@@ -79,8 +79,8 @@ class AllocatorSettings:
             ("garbage_collection_threshold", "must lie in (0, 1)", threshold is None or 0 < threshold < 1),
             ("per_process_memory_fraction", "must lie in (0, 1]", fraction is None or 0 < fraction <= 1),
         )
-        if wrong := [f"{key} {rule}, got {getattr(self, key)}" for key, rule, holds in rules if not holds]:
-            raise UsageError("allocator settings: " + "; ".join(wrong))
+        wrong = [f"{key} {rule}, got {getattr(self, key)}" for key, rule, holds in rules if not holds]
+        refuse(wrong, "allocator settings: ")
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
@@ -111,8 +111,7 @@ class AllocatorSettings:
                     raise ValueError("needs a value")
             except ValueError as problem:
                 wrong.append(f"{item!r}: {problem}")
-        if wrong:
-            raise UsageError("allocator settings: " + "; ".join(wrong))
+        refuse(wrong, "allocator settings: ")
         return cls(**values)
 
     def size_rounding(self) -> Callable[[int], int]:

@@ -221,6 +221,7 @@ class EstimateSettings(ModelKeys):
     and the step's time by kind of kernel.
     """
 
+    SPELLINGS: ClassVar = {"device[": "devices"}
     COMMON: ClassVar = (
         "model",
         "input",
@@ -241,7 +242,7 @@ class EstimateSettings(ModelKeys):
     )
 
     device: DeviceSpec | None = group(
-        None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
+        None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device, described=True
     )
     devices: tuple[str, ...] = key(
         None,

@@ -58,7 +58,7 @@ class PlanSettings(ModelKeys):
         "data",
     )
 
-    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
+    device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device, described=True)
     gpus: int | tuple[int, ...] | None = key(
         None, "GPUs of the job, as in 64, or several numbers of them, as in [8,64]", "int | list of int | null"
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.cli.settings import group as key_group
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, refuse, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
@@ -122,8 +122,7 @@ def _job(values: object, key_name: str, name: str) -> KnownJob:
             problems.append(f"{field} must be a number from 0 to {most:g}, got {shown(value)}")
     if not isinstance(values.get("name", name), str):
         problems.append(f"name must be text, got {shown(values['name'])}")
-    if problems:
-        raise UsageError("; ".join(f"{key_name}: {problem}" for problem in problems))
+    refuse(f"{key_name}: {problem}" for problem in problems)
     return JobProfile(values.get("name", name), **{field: float(value) for field, value in figures.items()})
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import UsageError, shown
+from conf.errors import UsageError, refuse, shown
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.estimation.job_estimate import Estimate
@@ -59,8 +59,7 @@ class GpuState:
             problems.append(f"memory_mib must be > 0, got {self.memory_mib!r}")
         if self.used_mib is not None and not 0 <= self.used_mib < math.inf:
             problems.append(f"used_mib must be >= 0, got {self.used_mib!r}")
-        if problems:
-            raise UsageError("; ".join(problems))
+        refuse(problems)
 
 
 def known(job: KnownJob, device: str | DeviceSpec, data: DataPlace = None) -> JobProfile | Estimate:

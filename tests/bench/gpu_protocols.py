@@ -79,7 +79,7 @@ class Plan:
 
 
 def _submission(family: str, *overrides: str) -> SubmitSettings:
-    return load_settings(SubmitSettings, "submit", [f"+arch={family}", "n=1", *overrides])
+    return load_settings(SubmitSettings, [f"+arch={family}", "n=1", *overrides])
 
 
 def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequence[str]) -> None:

@@ -8,11 +8,13 @@ import pytest
 import yaml
 
 from conf.cli import command_line as cli
+from conf.cli.commands import settings_class
+from conf.cli.settings import documented_keys, group_options
 from conf.errors import EnvironmentProblem, UsageError
 
 
-def _run(argv, entry=lambda cfg: None, name="submit", positional=None):
-    return cli.run(name, entry, argv, positional)
+def _run(argv, entry=lambda cfg: None, name="submit"):
+    return cli.run(name, entry, argv)
 
 
 def test_overrides_reach_the_command():
@@ -33,7 +35,7 @@ def test_every_bad_key_is_reported_together(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["+arch=cmm", "n=5"], f"unknown arch 'cmm'; known: {', '.join(cli.group_options('arch'))}"),
+        (["+arch=cmm", "n=5"], f"unknown arch 'cmm'; known: {', '.join(group_options('arch'))}"),
         (["arch=cnn", "n=5"], "+arch=cnn"),
         (["+arch=cnn", "n=5", "cluster=slurm"], "unknown cluster 'slurm'; known: inline, local"),
         (["+arch=cnn"], "missing n="),
@@ -50,7 +52,8 @@ def test_a_mistake_names_what_is_known_or_how_to_write_it(capsys, arguments, wor
 def _space(*overrides, family="cnn"):
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(cli.load_config("submit", [f"+arch={family}", "n=1", *overrides]).arch.space)
+    config = cli.load_config(settings_class("submit"), [f"+arch={family}", "n=1", *overrides])
+    return OmegaConf.to_container(config.arch.space)
 
 
 def _own_space(family):
@@ -118,17 +121,17 @@ def test_help_shows_every_key_with_its_default_and_meaning(capsys):
     assert _run(["--help"]) == 0
     text = capsys.readouterr().out
     assert "usage: python -m farm.submit" in text
-    explained = [key for key, _default, meaning in cli.documented_keys("submit") if meaning and meaning in text]
-    assert explained == [key for key, *_ in cli.documented_keys("submit") if f"  {key}=" in text]
-    assert len(explained) == len(cli.documented_keys("submit"))
+    documented = documented_keys(settings_class("submit"))
+    assert all(key.text and key.text in text and f"  {key.name}=" in text for key in documented)
 
 
 @pytest.mark.parametrize("name", ["estimate", "plan"])
 def test_help_explains_the_common_keys_and_names_the_others_and_help_all_explains_all(capsys, name):
     assert _run(["--help"], name=name) == _run(["--help", "all"], name=name) == 0
     short, _, whole = capsys.readouterr().out.partition("\nEstimate" if name == "estimate" else "\nFind")
-    explained = [key for key, _default, _text in cli.documented_keys(name) if f"\n  {key}=" in short]
-    others = [key for key, _default, _text in cli.documented_keys(name) if key not in explained]
+    keys = [key.name for key in documented_keys(settings_class(name))]
+    explained = [key for key in keys if f"\n  {key}=" in short]
+    others = [key for key in keys if key not in explained]
     assert "model" in explained and "weight_decay" in others
     assert short.splitlines()[-1] == f"`--help all` explains {len(others)} more keys: {', '.join(others)}."
     assert all(f"\n  {key}=" in whole for key in (*explained, *others)) and "--help all" not in whole
@@ -137,5 +140,5 @@ def test_help_explains_the_common_keys_and_names_the_others_and_help_all_explain
 @pytest.mark.parametrize("sql", ["SELECT 1 AS one", "SELECT * FROM runs WHERE status = 'ok'"])
 def test_the_positional_argument_may_hold_an_equals_sign_and_is_no_other_value_with_spaces(sql):
     seen = []
-    assert _run([sql, "data=/tmp/my data", "format=csv"], seen.append, name="query", positional="sql") == 0
+    assert _run([sql, "data=/tmp/my data", "format=csv"], seen.append, name="query") == 0
     assert [(one.sql, one.data, one.format) for one in seen] == [(sql, "/tmp/my data", "csv")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.cli import own_packages
-from conf.cli.commands import COMMANDS, description, summary
+from conf.cli.commands import COMMANDS, SUMMARIES, description
 from gpufarm.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_without_a_command_every_command_is_listed_in_one_line(arguments, capsys
         main(arguments)
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    listed = [name for name in COMMANDS for line in lines if line.startswith(f"  {name}") and summary(name) in line]
+    listed = [name for name in COMMANDS for line in lines if line.startswith(f"  {name}") and SUMMARIES[name] in line]
     assert listed == [*COMMANDS]
 
 

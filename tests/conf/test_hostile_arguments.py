@@ -21,16 +21,8 @@ import pytest
 import yaml
 
 from conf.cli.commands import COMMANDS, settings_class
-from conf.cli.overrides import (
-    documented_choice,
-    documented_keys,
-    flat,
-    group_options,
-    groups,
-    load_config,
-    plain_values,
-)
-from conf.cli.settings import groups_of, kinds_of
+from conf.cli.overrides import load_config, plain_values
+from conf.cli.settings import choice_values, documented_keys, flat, group_options, groups, groups_of, kinds_of
 
 SEED, CASES = 11, 500
 LONGEST_LINE = 6000
@@ -217,12 +209,12 @@ class Case(NamedTuple):
 
 def defaults_of_groups(name: str) -> dict[str, str]:
     chosen = groups_of(settings_class(name))
-    return {group: one.default or "null" for group, one in chosen.items() if not one.added}
+    return {group: one.default or "null" for group, one in chosen.items() if not one.group.added}
 
 
 def known_keys(name: str) -> tuple[str, ...]:
-    documented = [key for key, _default, _text in documented_keys(name)]
-    there = [key for key, _value in flat(plain_values(load_config(name, [])))]
+    documented = [key.name for key in documented_keys(settings_class(name))]
+    there = [key for key, _value in flat(plain_values(load_config(settings_class(name), [])))]
     return tuple(dict.fromkeys([*documented, *there]))
 
 
@@ -238,7 +230,7 @@ def refused_values(name: str) -> Iterator[Case]:
     for group, default in defaults.items():
         for value in (*NO_GROUP_CHOICE, *(() if default == "null" else ("null",))):
             yield Case(name, (f"{group}={value}",), group)
-    parents = {key.partition(".")[0] for key, _default, _text in documented_keys(name) if "." in key}
+    parents = {key.name.partition(".")[0] for key in documented_keys(settings_class(name)) if "." in key.name}
     for parent in sorted(parents):
         for value in ("null", "5", "[1]", "text", "nan", "''", "{nope: 1}", "${nope}", "true", "1,2"):
             yield Case(name, (f"{parent}={value}",), parent)
@@ -551,14 +543,14 @@ def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(i
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_key_declares_what_it_may_hold(name):
-    documented = {key for key, _default, _text in documented_keys(name)} - set(groups())
+    documented = {key.name for key in documented_keys(settings_class(name))} - set(groups())
     assert documented == {key for key in kinds_of(settings_class(name)) if key.partition(".")[0] not in groups()}
 
 
 @pytest.mark.parametrize("group", [group for group in groups() if group not in ("arch", "device")])
 def test_every_key_of_a_group_declares_what_it_may_hold(group):
     for choice in group_options(group):
-        documented = {f"{group}.{key}" for key, _default, _text in documented_choice("submit", group, choice)}
+        documented = {f"{group}.{key}" for key, _value in flat(choice_values(group, choice))}
         assert documented <= kinds_of(settings_class("submit")).keys()
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from conf.cli.commands import settings_class
 from conf.cli.overrides import load_config
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
@@ -26,7 +27,8 @@ def test_a_slice_is_named_by_gpu_and_profile_or_as_drivers_name_it():
 
 
 def test_the_command_line_takes_slices_and_keys_change_them_further():
-    values = load_config("estimate", ["device=A100-SXM4-40GB:1g.5gb", "device.context_mib=300"])["device"]
+    arguments = ["device=A100-SXM4-40GB:1g.5gb", "device.context_mib=300"]
+    values = load_config(settings_class("estimate"), arguments)["device"]
     asked = dataclasses.replace(load_device("A100-SXM4-40GB:1g.5gb"), context_mib=300)
     assert described_device(values) == asked and asked.sm_count == 14
 
@@ -46,7 +48,7 @@ def test_an_unknown_slice_is_refused_with_what_there_is(name, message):
     with pytest.raises(UsageError, match=message):
         load_device(name)
     with pytest.raises(UsageError, match=message):
-        load_config("estimate", [f"device={name}"])
+        load_config(settings_class("estimate"), [f"device={name}"])
 
 
 def test_a_job_that_fits_the_whole_gpu_may_not_fit_its_slice():

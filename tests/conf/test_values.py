@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conf.cli.commands import settings_class
 from conf.cli.overrides import load_config, load_settings
 from conf.cli.settings import Checked, Kind, key
 from conf.errors import UsageError
@@ -36,7 +37,7 @@ def test_a_kind_takes_what_it_declares_and_nothing_else(declared, right, wrong):
 
 def test_every_bad_value_is_named_and_a_parent_that_is_no_mapping():
     with pytest.raises(UsageError) as mistake:
-        load_config("submit", ["n=a", "log=null", "trial={retries: 1}"])
+        load_config(settings_class("submit"), ["n=a", "log=null", "trial={retries: 1}"])
     message = str(mistake.value)
     assert message.startswith("log must be a mapping such as {key: value}, got None; unknown key 'trial.retries'")
     assert "n must be an integer >= 1, got 'a'" in message
@@ -77,7 +78,7 @@ class OwnSettings(Checked):
     ],
 )
 def test_arguments_of_a_command_of_no_table_are_held_against_their_kinds_as_well(argument, expected_text):
-    assert load_settings(OwnSettings, "own", ["names=b", "data=a\\b"]).names == ("b",)
+    assert load_settings(OwnSettings, ["names=b", "data=a\\b"]).names == ("b",)
     with pytest.raises(UsageError) as mistake:
-        load_settings(OwnSettings, "own", [argument])
+        load_settings(OwnSettings, [argument])
     assert expected_text in str(mistake.value)

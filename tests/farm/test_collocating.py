@@ -193,7 +193,7 @@ def test_what_makes_no_group_is_refused_in_one_line(tmp_path, capsys, arguments,
     [({"n": 50, "collocate": 0.2}, 10, 40), ({"hours": 2.0, "collocate": 0.2}, None, None)],
 )
 def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
-    settings = load_settings(GrowSettings, "grow", [f"{name}={value}" for name, value in given.items()])
+    settings = load_settings(GrowSettings, [f"{name}={value}" for name, value in given.items()])
     assert (settings.pairs, settings.singles) == (pairs, singles)
 
 

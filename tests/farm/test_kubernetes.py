@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from conf.cli import command_line as cli
-from conf.cli.overrides import documented_keys
+from conf.cli.commands import settings_class
+from conf.cli.settings import documented_keys
 from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.scheduling import device_of
@@ -382,4 +383,4 @@ def test_the_manifests_name_what_the_service_and_its_commands_have():
         container = known["Deployment", name]["spec"]["template"]["spec"]["containers"][0]
         assert container["command"] == ["gpufarm", command]
         given = {argument.partition("=")[0] for argument in container["args"]}
-        assert given <= {key for key, _default, _text in documented_keys(command)}
+        assert given <= {key.name for key in documented_keys(settings_class(command))}

@@ -187,4 +187,4 @@ def test_a_trust_that_is_no_module_is_refused(tmp_path):
     from farm.work import WorkSettings, entry
 
     with pytest.raises(UsageError, match="trust must name modules"):
-        entry(load_settings(WorkSettings, "work", [f"data={tmp_path}", "trust=['a b']"]))
+        entry(load_settings(WorkSettings, [f"data={tmp_path}", "trust=['a b']"]))

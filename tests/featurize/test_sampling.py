@@ -216,4 +216,4 @@ def test_a_trial_is_within_the_limits_at_every_batch_size():
 @pytest.mark.parametrize("wrong", [8, [], [8, 8], [0], [True], ["8"], [2.5]])
 def test_batch_sizes_that_are_none_are_refused(wrong):
     with pytest.raises(UsageError, match=r"batch_sizes must be a list of (distinct )?integers"):
-        load_settings(SubmitSettings, "submit", ["+arch=mlp", "n=1", f"batch_sizes={wrong}"])
+        load_settings(SubmitSettings, ["+arch=mlp", "n=1", f"batch_sizes={wrong}"])

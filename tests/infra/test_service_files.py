@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.cli.command_line import load_config
-from conf.cli.overrides import load_settings
+from conf.cli.commands import settings_class
+from conf.cli.overrides import load_config, load_settings
 from farm.dispatch.monitoring import FarmMetrics, Pulse
 from farm.work import WorkSettings
 from warehouse.files.folder import DataFolder
@@ -85,10 +85,10 @@ def test_the_service_starts_a_command_that_exists(root, tmp_path):
     for name in ("work", "serve"):
         _, option, module, *arguments, last = words(name, "ExecStart")
         assert (option, module, last) == ("-m", f"farm.{name}", f"$GPUFARM_{name.upper()}_ARGS")
-        settings[name] = load_config(name, arguments)
+        settings[name] = load_config(settings_class(name), arguments)
     assert settings["work"].wait and settings["work"].metrics.port == 9108
     assert settings["serve"].data == f"{tmp_path}/data"
-    assert load_config("grow", words("grow", "Environment=GPUFARM_GROW_ARGS")).n == 500
+    assert load_config(settings_class("grow"), words("grow", "Environment=GPUFARM_GROW_ARGS")).n == 500
 
 
 def test_a_night_is_one_growth_cycle_whose_exit_code_is_the_nights(tmp_path):
@@ -163,7 +163,7 @@ def test_the_services_reach_each_other_where_they_listen():
     assert "metrics.port=9108" in (INFRA / "container/start.sh").read_text()
     command = serve["services"]["serve"]["command"]
     assert command[:3] == ["python", "-m", "farm.serve"]
-    settings = load_config("serve", command[3:])
+    settings = load_config(settings_class("serve"), command[3:])
     assert settings.port == 8350 and set(serve["secrets"]) == {settings.token_file.removeprefix("/run/secrets/")}
     published = [
         port for service in [*compose["services"].values(), *serve["services"].values()] for port in service["ports"]
@@ -176,7 +176,7 @@ def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
     copied = [line.split()[:-1] for line in re.findall(r"^COPY --chown=farm (.*)$", text, re.MULTILINE)]
     assert [name for names in copied for name in names if not (ROOT / name).exists()] == []
     command = re.search(r"^exec python -m farm.work (.*) \"\$@\"$", (INFRA / "container/start.sh").read_text(), re.M)
-    settings = load_settings(WorkSettings, "work", command[1].split())
+    settings = load_settings(WorkSettings, command[1].split())
     assert (settings.log.format, settings.metrics.address) == ("json", "0.0.0.0")
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 import conf
 from conf.cli import command_line as cli
+from conf.cli.commands import settings_class
+from conf.cli.overrides import load_config
 from conf.errors import UsageError
 from farm.sampling.forecast import Forecaster
 from farm.serving.bodies import device_at
@@ -59,7 +61,7 @@ def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
         "submit": ["+arch=mlp", "n=1", f"device={given}"],
         "grow": ["n=1", f"device='{given}'"],
     }
-    assert {cli.load_config(command, words).device.name for command, words in commands.items()} == {name}
+    assert {load_config(settings_class(command), words).device.name for command, words in commands.items()} == {name}
 
 
 def test_an_ambiguous_beginning_lists_its_candidates(refused):
@@ -77,7 +79,8 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
     config = f"config='{json.dumps(CONFIG)}'"
     assert f"unknown device 'B1000'; known: {', '.join(device_names())}\n" in refused("device=B1000", config)
     assert "auto, cpu, cuda, simulated" in refused("+arch=mlp", "n=1", "device=B1000", run=submit)
-    listed = next(line for line in cli.help_text("estimate").splitlines() if line.strip().startswith("device="))
+    explained = cli.help_text("estimate", everything=True).splitlines()
+    listed = next(line for line in explained if line.strip().startswith("device="))
     assert f"[{' | '.join(device_names())}]" in listed
     for backend in ("cpu", "auto", "cuda", "simulated"):
         assert "an estimate is for a GPU model" in refused(f"device={backend}", config)
@@ -145,7 +148,7 @@ def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, answe
     assert [fit.device for fit in devices_that_fit(CONFIG, devices=[str(own_device)])] == ["Lab ${GPU}"]
     done = answer(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500")
     assert (done["device"], done["device_memory_mib"]) == ("Lab ${GPU}", 1500)
-    submitted = cli.load_config("submit", ["+arch=mlp", "n=1", f"device={own_device}", "device.count=1"])
+    submitted = load_config(settings_class("submit"), ["+arch=mlp", "n=1", f"device={own_device}", "device.count=1"])
     assert (submitted.device.name, submitted.device.memory_mib) == ("Lab ${GPU}", 20000)
 
 

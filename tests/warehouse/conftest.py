@@ -51,7 +51,7 @@ def query(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
 
     def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql")
+        code = run("query", entry, arguments)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

@@ -22,8 +22,8 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from conf.cli.command_line import group_options
-from conf.errors import UsageError, shown, unknown_name
+from conf.cli.settings import group_options
+from conf.errors import UsageError, refuse, shown, unknown_name
 from conf.files.identity import canonical_json, mapping_hash
 from warehouse.files.writer import run_problems
 from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
@@ -382,8 +382,7 @@ class CsvMapping:
             problems.append("columns='{peak_memory_mib: COLUMN, ...}' is missing: source=csv reads what it names")
         if "device_name" not in self.columns and "device_name" not in self.constants:
             problems.append("device_name=... is missing: the GPU model that was measured")
-        if problems:
-            raise UsageError("; ".join(problems))
+        refuse(problems)
 
     def read(self, path: Path, _device_name: str | None) -> ImportedFile:
         """Return the rows of one file. Raises `UsageError` if it lacks a column or is not a CSV file."""

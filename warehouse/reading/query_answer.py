@@ -56,6 +56,8 @@ class QuerySettings(Checked):
     The first argument with a space is the query. NULL is empty in csv and null in json; times are UTC.
     """
 
+    POSITIONAL = "sql"
+
     sql: str = key(help="the query: one statement in DuckDB's SQL", kind="any text")
     format: str = key(
         "table",
