@@ -227,25 +227,22 @@ class Draft:
             self.notes.insert(0, Note("not-fitted", INFO, text))
 
     def _answer_without_trace(self, failure: CommandError) -> None:
-        """Take stored figures of the job. Raises `failure`, the reason why it cannot be traced, where there are
-        none."""
+        """Take the figures of the job's stored trace. Raises `failure`, the reason why it cannot be traced, where there
+        is none."""
+        features = None
         if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
-            self._take_stored()
+            features = self._steps.features(self.case)
+        if features is not None:
+            for target in (target for target in TARGETS if target not in self.by):
+                self._set(
+                    target, features[traced_column(get_target(target))], "trace", loop_named(self.case.training_loop)
+                )
+            text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
+            self.notes.append(Note("stored-trace", INFO, text))
         if self.memory is None:
             advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
             kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
             raise kind(f"{failure}{advice}") from failure
-
-    def _take_stored(self) -> None:
-        """Fill missing figures from a stored trace of a case that cannot be traced here."""
-        if (features := self._steps.features(self.case)) is None:
-            return
-        for target in TARGETS:
-            if target not in self.by:
-                figure = features[traced_column(get_target(target))]
-                self._set(target, figure, "trace", loop_named(self.case.training_loop))
-        text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
-        self.notes.append(Note("stored-trace", INFO, text))
 
     def _place(self, traced: SimulatedStep) -> None:
         """Place the traced step on the machine, and bound memory by its causes where no fitted model bounds it."""
@@ -349,12 +346,13 @@ class Draft:
         """Return notes: whether the traced step fits into `limit_mib`, and the assumptions of the trace."""
         memory, by, device, job = traced.memory, self.by["memory"], self.device, self.alone
         notes: list[Note] = []
-        more = f"the {limit_mib:,.0f} MiB of its share of {device.name}"
-        more = f"{device.name} has" if limit_mib >= device.memory_mib else more
-        if not memory.fits and by == "trace":
-            notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
-        elif not memory.fits:
-            notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
+        if not memory.fits:
+            share = f"the {limit_mib:,.0f} MiB of its share of {device.name}"
+            text = f"the step needs more than {f'{device.name} has' if limit_mib >= device.memory_mib else share}"
+            if by == "trace":
+                notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: {text}"))
+            else:
+                notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that {text}"))
         notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
             text = (
@@ -397,12 +395,11 @@ class Draft:
             notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
         if upper_mib is None and by == "trace":
             notes.append(Note("no-bound", WARNING, TRACE_HAS_NO_BOUND))
-        elif by != "trace" and peak_mib > device.memory_mib:
-            text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
-            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
         elif by != "trace" and peak_mib > limit_mib:
-            text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
-            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+            why = f"it may take {limit_mib:,.0f} MiB {room}"
+            if peak_mib > device.memory_mib:
+                why = f"{device.name} has {device.memory_mib:,.0f} MiB"
+            first.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory by {by}: {why}"))
         if (note := widest(memory.uncertain, (upper_mib or 0.0) - peak_mib)) is not None:
             notes.append(note)
         if self.platform.allocator is not None and by != "trace":

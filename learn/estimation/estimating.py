@@ -36,6 +36,7 @@ from learn.estimation.requests import (
     training_settings,
 )
 from learn.estimators.protocol import LEVEL
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
@@ -419,10 +420,11 @@ def devices_that_fit(
             "known: a run without a device would speak for every GPU model; name its own, as in "
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
+    of_platform["data"] = DataFolder.resolve(request.options.data)
     outcomes: list[Platform | Estimate | CommandError] = []
     for spec in specs:
         try:
-            outcomes.append(platform_of(data=request.options.data, **{**of_platform, "device": spec}))
+            outcomes.append(platform_of(**{**of_platform, "device": spec}))
         except CommandError as error:
             outcomes.append(error)
     platforms = [(place, platform) for place, platform in enumerate(outcomes) if isinstance(platform, Platform)]

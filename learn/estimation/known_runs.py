@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from conf.errors import CommandError, UsageError, shown, unknown_name
-from conf.plain_text import first_line
+from conf.plain_text import count_of, first_line
 from featurize.configs.trial import problem_of_fields
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.job.training_settings import TRAINING_FIELDS, TrialConfig
@@ -93,23 +93,6 @@ class KnownRun:
         return self.device is None or plain_device(self.device) == plain_device(device.name)
 
 
-class OnTrace(NamedTuple):
-    """A measured run beside its trace, in MiB.
-
-    reserved_mib     reserved memory in the trace
-    card_mib         the trace's figure for the whole card
-    live_mib         the least that the instrument can show: the tensors that are alive together, and memory outside the
-                     allocator
-    difference_mib   measured minus traced memory
-    """
-
-    run: KnownRun
-    reserved_mib: float
-    card_mib: float
-    live_mib: float
-    difference_mib: float
-
-
 def known_runs(given: object) -> tuple[KnownRun, ...]:
     """Return the measured runs of a list of mappings or `KnownRun`, or of such a list as JSON; none for None and for
     the words `RUNS` and `NONE`.
@@ -179,16 +162,19 @@ def move_by_runs(
                 f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {estimate.device} has "
                 f"{estimate.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
             )
-    traced = [_on_trace(run, trace_of(run.batch_size), estimate) for run in runs]
-    judged = [(known, _of_another_job(known)) for known in sorted(traced, key=lambda known: known.reserved_mib)]
-    of_another_job = [note for _, note in judged if note is not None]
-    measured = [known for known, note in judged if note is None]
     assert estimate.card_mib is not None and estimate.reserved_mib is not None, "the job is traced"
-    if not measured:
-        return estimate.with_values(notes=(*of_another_job, *estimate.notes))
+    other_mib = estimate.card_mib - (estimate.process_mib or 0.0)
+    traced_runs = sorted(((run, trace_of(run.batch_size)) for run in runs), key=lambda pair: pair[1].peak_reserved_mib)
     differences: dict[float, list[float]] = {}  # reserved MiB -> measured minus traced MiB, ascending
-    for known in measured:
-        differences.setdefault(known.reserved_mib, []).append(known.difference_mib)
+    of_another_job: list[Note] = []
+    for run, traced in traced_runs:
+        difference_mib, note = _compare(run, traced, other_mib)
+        if note is None:
+            differences.setdefault(max(traced.peak_reserved_mib, 1.0), []).append(difference_mib)
+        else:
+            of_another_job.append(note)
+    if not differences:
+        return estimate.with_values(notes=(*of_another_job, *estimate.notes))
     difference_mib = _difference_at(estimate.reserved_mib, differences)
     peak_mib = max(estimate.card_mib + difference_mib, estimate.allocated_mib or 0.0)
     uncertain = replace(
@@ -196,10 +182,8 @@ def move_by_runs(
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
         held=None,
     )
-    by = {
-        **estimate.answered_by,
-        "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}",
-    }
+    measured = count_of(len(runs) - len(of_another_job), "measured run")
+    by = {**estimate.answered_by, "memory": f"trace with {measured}"}
     notes = [note for note in estimate.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
     limit_mib = estimate.allowed_mib
     if peak_mib > limit_mib:
@@ -228,38 +212,29 @@ def _uncertainty(
     return replace(without, causes_mib={**without.causes_mib, NEIGHBOUR: spread_mib})
 
 
-def _of_another_job(traced: OnTrace) -> Note | None:
-    """Return a note for a run that is left out, as its trace shows that it is hardly of this job; else None."""
-    ratio = (traced.card_mib + traced.difference_mib) / traced.card_mib
-    below_live = traced.run.memory_mib < traced.live_mib
-    too_high = ratio > _CONTRADICTS and traced.difference_mib > _OTHER_CONTEXT_MIB
-    if not (below_live or too_high or ratio < 1 / _CONTRADICTS):
-        return None
-    less = f", {traced.live_mib:,.0f} MiB of it without any cache" if below_live else ""
-    text = (
-        f"known: {traced.run.memory_mib:,.0f} MiB at a batch of {traced.run.batch_size:,} is left out: the trace says "
-        f"{traced.run.memory_mib - traced.difference_mib:,.0f} MiB ({traced.run.kind}){less}, "
-        "so it is probably of another job"
-    )
-    return Note("runs-left-out", WARNING, text)
-
-
-def _on_trace(run: KnownRun, traced: SimulatedStep, estimate: Estimate) -> OnTrace:
-    other_mib = (estimate.card_mib or 0.0) - (estimate.process_mib or 0.0)
-    by_kind = {
-        "card": traced.peak_memory_mib,
-        "process": traced.peak_memory_mib - other_mib,
+def _compare(run: KnownRun, traced: SimulatedStep, other_mib: float) -> tuple[float, Note | None]:
+    """Return the measured minus the traced MiB, and a note where the run is left out, as its trace shows that it is
+    hardly of this job. `other_mib` is memory of other processes on the card."""
+    card_mib, cached_mib = traced.peak_memory_mib, traced.peak_reserved_mib - traced.peak_allocated_mib
+    traced_mib = {
+        "card": card_mib,
+        "process": card_mib - other_mib,
         "reserved": traced.peak_reserved_mib,
         "allocated": traced.peak_allocated_mib,
-    }
-    cached_mib = 0.0 if run.kind == "allocated" else traced.peak_reserved_mib - traced.peak_allocated_mib
-    return OnTrace(
-        run=run,
-        reserved_mib=max(traced.peak_reserved_mib, 1.0),
-        card_mib=traced.peak_memory_mib,
-        live_mib=_LIVE * (by_kind[run.kind] - cached_mib),
-        difference_mib=run.memory_mib - by_kind[run.kind],
+    }[run.kind]
+    difference_mib = run.memory_mib - traced_mib
+    # The least that the instrument can show: tensors that are alive together, and memory outside the allocator.
+    live_mib = _LIVE * (traced_mib - (0.0 if run.kind == "allocated" else cached_mib))
+    ratio, below_live = (card_mib + difference_mib) / card_mib, run.memory_mib < live_mib
+    too_high = ratio > _CONTRADICTS and difference_mib > _OTHER_CONTEXT_MIB
+    if not (below_live or too_high or ratio < 1 / _CONTRADICTS):
+        return difference_mib, None
+    less = f", {live_mib:,.0f} MiB of it without any cache" if below_live else ""
+    text = (
+        f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,} is left out: the trace says "
+        f"{traced_mib:,.0f} MiB ({run.kind}){less}, so it is probably of another job"
     )
+    return difference_mib, Note("runs-left-out", WARNING, text)
 
 
 def _difference_at(reserved_mib: float, differences: Mapping[float, Sequence[float]]) -> float:

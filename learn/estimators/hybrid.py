@@ -182,14 +182,14 @@ def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
     return frozenset(kind for kind, name in _COUNTS if values.get(name))
 
 
-@functools.cache
-def _installed_torch() -> str | None:
-    return version_of("torch")  # cached: it reads a file, and is needed for each row
-
-
 def torch_release(case: Case) -> str:
     """Return the release of torch in the case's environment, as 2.4; else the installed one."""
-    release = re.match(r"(\d+)\.(\d+)", case.torch_version or _installed_torch() or "")
+    return _release(case.torch_version)
+
+
+@functools.cache
+def _release(version: str | None) -> str:
+    release = re.match(r"(\d+)\.(\d+)", version or version_of("torch") or "")
     return f"{release[1]}.{release[2]}" if release else "0.0"
 
 
