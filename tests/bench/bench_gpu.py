@@ -113,24 +113,18 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
         return not queue.pending()
 
     families = sorted(plan.families)
-    if seconds_left() < longest_s:
-        return False
-    if ADAPTIVE in plan.protocols:
-        queue_trials(plan, queue, k, ADAPTIVE, families)
-        if not worked_off():
+    parts = [(ADAPTIVE, families), *((protocol, [family]) for family in families for protocol in (FIXED, PUBLISHED))]
+    for protocol, own in parts:
+        if protocol not in plan.protocols:
+            continue
+        if seconds_left() < longest_s:
             return False
-    for family in families:
-        for protocol in (FIXED, PUBLISHED):
-            if protocol not in plan.protocols:
-                continue
-            if seconds_left() < longest_s:
+        if protocol == PUBLISHED:
+            run_published(plan, folder.root, k, *own)
+        else:
+            queue_trials(plan, queue, k, protocol, own)
+            if not worked_off():
                 return False
-            if protocol == PUBLISHED:
-                run_published(plan, folder.root, k, family)
-            else:
-                queue_trials(plan, queue, k, FIXED, [family])
-                if not worked_off():
-                    return False
     return True
 
 

@@ -74,9 +74,9 @@ def costs_s(rows: Sequence[Mapping]) -> dict[str, float]:
 def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: float) -> dict:
     """Every figure, as JSON has it. `rows` are runs of the farm with `protocol`, `repeat`, `family` and `k`."""
     cost_s = costs_s(rows)
-    by: dict[str, list[Mapping]] = {}
+    by: dict[str, list[Mapping]] = defaultdict(list)
     for row in rows:
-        by.setdefault(row["protocol"], []).append(row)
+        by[row["protocol"]].append(row)
     each = {
         name: _per_hour([cost_s[row["run_id"]] for row in _whole(own)], _statuses(own))
         for name, own in sorted(by.items())
@@ -199,17 +199,14 @@ def _times(rows: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
 def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> dict:
     """The published pipeline's labels against ours of the same configuration: medians of the differences."""
     ours = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
-    labels_found = {}
+    pairs = [(trial, ours.get((trial["family"], trial["k"]), {"status": "absent"})) for trial in published]
+    both_ok = [(trial["labels"], row) for trial, row in pairs if trial["status"] == row["status"] == "ok"]
+    differences = {}
     for label in (MEMORY, *RATIOS):
-        values = []
-        for trial in published:
-            row = ours.get((trial["family"], trial["k"]))
-            theirs = trial["labels"].get(label)
-            if row is not None and row["status"] == trial["status"] == "ok" and None not in (theirs, row[label]):
-                values.append(theirs - row[label])
+        values = [theirs[label] - row[label] for theirs, row in both_ok if None not in (theirs.get(label), row[label])]
         if values:
-            labels_found[label] = {"n": len(values), "median_difference": statistics.median(values)}
-    return labels_found
+            differences[label] = {"n": len(values), "median_difference": statistics.median(values)}
+    return differences
 
 
 def blocks(figures: Mapping) -> Iterator[Block]:

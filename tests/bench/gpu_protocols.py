@@ -173,8 +173,8 @@ def _published_labels(samples: Sequence[tuple]) -> dict[str, float | None]:
 
     labels = {"peak_memory_mib": max(readings("memory_used_mib", "nvml"), default=None)}
     for metric, sensors in _MEANS.items():
-        kept = next((sensor_readings for sensor in sensors if (sensor_readings := readings(metric, sensor))), [])
-        kept = [value for value in kept if value]
+        preferred = next(filter(None, (readings(metric, sensor) for sensor in sensors)), [])
+        kept = [value for value in preferred if value]
         labels[metric] = sum(kept) / len(kept) if kept else None
     return labels
 

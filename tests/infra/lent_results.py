@@ -36,25 +36,16 @@ def planted_work(work: Path, configs: Sequence[TrialConfig], *, histories: Mappi
         estimate(config, device=DEVICE, estimator="trace", loop="resident", known="none") for config in configs
     ]
 
-    def moved(values: Sequence[float], factor: float) -> np.ndarray:
-        return np.array(values) * factor
+    def figures(name: str) -> np.ndarray:
+        return np.array([getattr(one, name) for one in estimates])
 
-    allocated = moved([one.allocated_mib for one in estimates], 1.0)
-    reserved = allocated + [one.reserved_mib - one.allocated_mib for one in estimates]
-    outside = np.array([one.process_mib - one.reserved_mib for one in estimates]) + CONTEXT_MIB
     labels = {
-        "peak_allocated_mib": allocated,
-        "peak_reserved_mib": reserved,
-        "peak_memory_mib": reserved + outside,
-        **{
-            column: moved([getattr(one, column) for one in estimates], SHIFTS[column])
-            for column in ("step_time_ms", "smact", "smocc", "drama")
-        },
-        "power_w": moved([one.energy_j / one.step_time_ms * 1e3 for one in estimates], SHIFTS["power_w"]),
-    }
-    labels = {
-        name: np.minimum(values, 1.0) if name in ("smact", "smocc", "drama") else values
-        for name, values in labels.items()
+        "peak_allocated_mib": figures("allocated_mib"),
+        "peak_reserved_mib": figures("reserved_mib"),
+        "peak_memory_mib": figures("process_mib") + CONTEXT_MIB,
+        "step_time_ms": SHIFTS["step_time_ms"] * figures("step_time_ms"),
+        **{name: np.minimum(SHIFTS[name] * figures(name), 1.0) for name in ("smact", "smocc", "drama")},
+        "power_w": SHIFTS["power_w"] * figures("energy_j") / figures("step_time_ms") * 1e3,
     }
     runs = runs_of(
         configs,
@@ -103,35 +94,15 @@ def record_tests(work: Path, *, passed: int, selected: int | None = None, **reas
 
 def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
     """Return two adaptive runs of 6 s and leave one published trial of 60 s of the same config."""
-    begin = datetime.datetime(2026, 11, 24, 10, tzinfo=datetime.UTC)
-    trial = {
-        "key": "ab12cd34",
-        "family": run["family"],
-        "k": 0,
-        "status": "ok",
-        "error": None,
-        "wall_s": 60.0,
-        "window_s": 55.0,
-        "labels": {},
-    }
-    (data / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
-    runs = []
-    for repeat in range(2):
-        started = begin + datetime.timedelta(seconds=6 * repeat)
-        job = f"bench-ab12cd34-adaptive-{repeat}-000"
-        runs.append(
-            {
-                **run,
-                "job_id": job,
-                "run_id": f"{job}-000000",
-                "started_at": started,
-                "window_s": 4.0,
-                "warmup_s": 1.0,
-                "startup_s": 0.5,
-                "finished_at": started + datetime.timedelta(seconds=6),
-            }
-        )
-    return runs
+    trial = {"key": "ab12cd34", "family": run["family"], "k": 0, "status": "ok", "error": None, "labels": {}}
+    (data / "bench-published.jsonl").write_text(json.dumps({**trial, "wall_s": 60.0, "window_s": 55.0}) + "\n")
+    first, second, end = (datetime.datetime(2026, 11, 24, 10, 0, s, tzinfo=datetime.UTC) for s in (0, 6, 12))
+    jobs = ("bench-ab12cd34-adaptive-0-000", first, second), ("bench-ab12cd34-adaptive-1-000", second, end)
+    times = {"window_s": 4.0, "warmup_s": 1.0, "startup_s": 0.5}
+    return [
+        {**run, **times, "job_id": job, "run_id": f"{job}-000000", "started_at": began, "finished_at": ended}
+        for job, began, ended in jobs
+    ]
 
 
 def write_pair(writer: RunWriter, run: Mapping, group: str = "pairs-000000", **changes: object) -> None:
