@@ -55,16 +55,13 @@ class Rank:
     recorder: Recorder
     _step: TrainingStep
 
-    def __init__(self, streams: Streams | None = None) -> None:
-        self._streams = streams or Streams()
-
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model that trains, before anything is spread. Raises `UsageError` if it is not supported."""
         return model
 
     def attach(self, recorder: Recorder) -> None:
         """Report the rank's events to a recorder from now on."""
-        self.recorder = self._streams.recorder = recorder
+        self.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         """Return this rank's part of the batch, if ranks share one. Raises `UsageError` where the batch does not
@@ -94,7 +91,6 @@ class Rank:
 
     def begin_step(self) -> None:
         """Reset the state of the last step."""
-        self._streams.begin_step()
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase of a step, which ends the last one. Raises `UsageError` where the job's wrapper would stop."""
@@ -105,14 +101,31 @@ class Rank:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step."""
-        return self._streams.collectives()
+        return ()
 
     def part(self) -> PipelinePart | None:
         """Return a pipeline rank's part in the last step; None for other jobs."""
         return None
 
 
-class ReplicatedRank(Rank):
+class SendingRank(Rank):
+    """A rank that sends data to others, on its GPU's streams."""
+
+    def __init__(self, streams: Streams | None = None) -> None:
+        self._streams = streams or Streams()
+
+    def attach(self, recorder: Recorder) -> None:
+        super().attach(recorder)
+        self._streams.recorder = recorder
+
+    def begin_step(self) -> None:
+        self._streams.begin_step()
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return self._streams.collectives()
+
+
+class ReplicatedRank(SendingRank):
     """A rank that reduces gradients in the buckets of DistributedDataParallel, if the layout has such replicas.
     Micro-steps before the last of a step are assumed to run under `no_sync`."""
 

@@ -21,7 +21,7 @@ from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDU
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.optimizers import OwnOptimizer, run_step, state_tensors
-from featurize.training.rank import Rank, dense_parameters
+from featurize.training.rank import SendingRank, dense_parameters
 from featurize.training.training_step import TrainingStep
 
 _ALIGNMENT = 2  # each rank's part has an even number of elements: nccl_start_alignment_factor
@@ -31,7 +31,7 @@ Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of the flag for non-finite values
 
 
-class ZeroRank(Rank, OwnOptimizer, abc.ABC):
+class ZeroRank(SendingRank, OwnOptimizer, abc.ABC):
     """A rank of any stage, also the optimizer of its part: master weights in fp32 with an optimizer for each, or none
     where they are in host memory. Ranks are numbered from 0."""
 
