@@ -33,7 +33,7 @@ def model_of(name):
     return MODELS[name]
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(20)
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_step_with_a_mask_and_the_models_own_loss_is_traced_under_autocast(name, attention):
     model = model_of(name)
@@ -88,7 +88,7 @@ def vars_of(output):
     return [output, caches]
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("name", REAL)
 def test_the_trace_keeps_what_a_real_step_keeps(name):
     published = model_of(name)

@@ -62,7 +62,7 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(traced):
     everything = np.ones(len(fit.rows), dtype=bool)
     begin = fit.fitted(everything, iterations=0)
     before = np.median(np.abs(fit.log_ratios(begin)))
-    fitted = fit.fitted(everything)
+    fitted = fit.fitted(everything, iterations=120)
     assert np.median(np.abs(fit.log_ratios(fitted))) < 0.1 < before
     learned = fitted.parameters
     for name, least, most in (("sm_rate", 0, 1), ("wave", 0, 1)):
