@@ -412,14 +412,16 @@ def _frames(
 
 
 @functools.cache
-def _resolved(folder: Path) -> Path:
-    return folder.resolve()
+def _is_installed(path: Path) -> bool:
+    path = path.resolve()
+    is_own = any(path.is_relative_to(folder) for folder in _OWN)
+    return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)
 
 
 def is_installed(filename: str) -> bool:
     """Return whether a file is the standard library's, an installed library's, or this project's own code."""
     path = Path(filename).absolute()
+    if path.is_symlink():
+        path = path.resolve()
     # Libraries have thousands of files in hundreds of folders, and resolving a path looks at each folder above it.
-    path = path.resolve() if path.is_symlink() else _resolved(path.parent) / path.name
-    is_own = any(path.is_relative_to(folder) for folder in _OWN)
-    return is_own or any(part in ("site-packages", "dist-packages", "torch") for part in path.parts)
+    return _is_installed(path.parent) or _is_installed(path)

@@ -244,16 +244,9 @@ def test_a_model_with_experts_is_planned_with_ep(all_modes):
     def mixing():
         return Computes(mix, router=nn.Linear(EXPERTS_WIDTH, 4), experts=Chosen(4))
 
-    done = planned(
-        gpus=4,
-        model=lambda: nn.Sequential(mixing(), mixing()),
-        inputs=[1024, EXPERTS_WIDTH],
-        checkpointing="none",
-        global_batch=4096,
-    )
-    assert {row.mesh for row in done.fitting} >= {"fsdp=4", "fsdp=4, ep=2"}
-    assert {row.mesh for row in done.rows} >= {"fsdp=4, ep=4"}
-    assert not any(row.parallel.degrees.ep > 1 and row.parallel.degrees.ddp > 1 for row in done.rows)
+    model, inputs = lambda: nn.Sequential(mixing(), mixing()), [1024, EXPERTS_WIDTH]
+    done = planned(gpus=2, model=model, inputs=inputs, checkpointing="none", global_batch=2048)
+    assert {row.mesh for row in done.fitting} >= {"fsdp=2", "fsdp=2, ep=2"}
 
 
 # -- what is shown
