@@ -51,13 +51,9 @@ class Reading(Net):
         return super().forward(x) if x.isfinite().all().item() else x
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).sin().mul(2).tanh().add(1))
+def chain() -> nn.Module:
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
+    return Computes(lambda net, x: net.last(net.first(x).sin().mul(2).tanh().add(1)), **layers)
 
 
 def summed(output: Tensor, _target: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_compiled import ROWS, WIDTH, Chain, Net, traced, traced_net
+from test_compiled import ROWS, WIDTH, Net, chain, traced, traced_net
 from torch import nn
 
 from conf.errors import UsageError
@@ -44,12 +44,12 @@ def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel(
 
 
 def test_modes_without_graphs_give_the_figures_of_true():
-    plain = traced(Chain(), compile=True)
+    plain = traced(chain(), compile=True)
     for mode in ("default", "max-autotune-no-cudagraphs"):
-        trace = traced(Chain(), compile=mode)
+        trace = traced(chain(), compile=mode)
         assert trace.operators == plain.operators and trace.events == plain.events and GRAPHED not in trace.notes
         assert (AUTOTUNED in trace.notes) == mode.startswith("max-autotune")
-    assert {GRAPHED, AUTOTUNED} <= set(traced(Chain(), compile="max-autotune").notes)
+    assert {GRAPHED, AUTOTUNED} <= set(traced(chain(), compile="max-autotune").notes)
     assert plain.graph_pool_bytes == 0
 
 
@@ -84,7 +84,7 @@ def test_as_many_kernels_run_as_inductor_schedules():
     assert {phase: launches[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
 
 
-@pytest.mark.parametrize("net", [Net, Chain])
+@pytest.mark.parametrize("net", [Net, chain])
 def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
     eager, compiled = traces = traced(net()), traced(net(), compile=True)
     assert sum(op.launches for op in compiled.operators) < sum(op.launches for op in eager.operators)
