@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from conf.cli.commands import COMMANDS, description, naming_the_extra, settings_class
 from conf.cli.overrides import check_readable, load_config, made
-from conf.cli.settings import documented_keys, group_options, groups
+from conf.cli.settings import documented_keys, group_options
 from conf.errors import PASSING_ERRNOS, CommandError, EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line, printable, truncated
 
@@ -222,9 +222,7 @@ def help_text(name: str, everything: bool) -> str:
 
     Without `everything`, it explains only the keys in the class's `COMMON`, in that order, and names the others.
     """
-    described = list(description(name))
-    for group in groups():  # {arch} in a description means the choices of that group
-        described = [line.replace(f"{{{group}}}", ", ".join(group_options(group))) for line in described]
+    described = "\n".join(description(name)).replace("{arch}", ", ".join(group_options("arch")))
     rows: list[tuple[str, str]] = []
     documented = {key.name: key for key in documented_keys(settings_class(name))}
     common = (not everything and settings_class(name).COMMON) or documented
@@ -237,8 +235,8 @@ def help_text(name: str, everything: bool) -> str:
     if others := [key for key in documented if key not in common]:
         lines += ["", f"`--help all` explains {len(others)} more keys: {', '.join(others)}."]
     if name in COMMANDS:
-        described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
-    return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
+        described += f"\n\n`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."
+    return "\n".join([described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
 
 
 class StepBar:

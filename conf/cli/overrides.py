@@ -69,7 +69,9 @@ def parsed(settings: type[Checked], arguments: Sequence[str]) -> list[Override]:
 
     Raises `UsageError` that names every argument that is not `KEY=VALUE`.
     """
-    key, keyed, overrides, problems = settings.POSITIONAL, [*arguments], list[Override](), list[str]()
+    key, keyed = settings.POSITIONAL, list(arguments)
+    overrides: list[Override] = []
+    problems: list[str] = []
     texts = [text for text in arguments if re.search(r"\s", text) and not _WITH_KEY.match(text)]  # SQL may hold a `=`
     if is_positional := bool(key and texts):
         keyed.remove(texts[0])

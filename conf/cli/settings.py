@@ -209,7 +209,7 @@ class ConfigGroup:
     build: makes the typed value from a file's values; None: an object of `schema`
     schema: settings class with the kinds of the files' keys; None: the files themselves define the keys
     added: whether it is chosen with `+NAME=CHOICE`, without a default
-    described: whether the files of backends, which run trials, are no choices
+    described: whether only descriptions of GPU models are choices, without the backends that run trials
     """
 
     build: Callable[[Mapping[str, Any]], Any] | None
@@ -314,7 +314,7 @@ class Key:
 
 
 def _cached(function: Callable[[type[Checked]], Value]) -> Callable[[type[Checked]], Value]:
-    """Return the function with a cache. Its type is kept, because mypy takes no `type[...]` as hashable."""
+    """Cache a function of a settings class; mypy rejects a `type[...]` as an argument of `functools.cache`."""
     return cast("Callable[[type[Checked]], Value]", cache(function))
 
 
@@ -468,13 +468,6 @@ def written(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(written, value))}]"
     return str(value)
-
-
-@cache
-def groups() -> tuple[str, ...]:
-    """Return the config groups: the folders of `conf` with YAML files."""
-    folders = (folder for folder in importlib.resources.files("conf").iterdir() if folder.is_dir())
-    return tuple(sorted(folder.name for folder in folders if group_options(folder.name)))
 
 
 def group_options(group: str) -> tuple[str, ...]:
