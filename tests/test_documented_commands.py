@@ -158,8 +158,7 @@ def here(place, monkeypatch):
 
 def test_the_documents_have_commands_and_each_reason_belongs_to_one():
     assert len(COMMANDS) > 60
-    unused = [part for part in NOT_RUN if not any(part in command.text for command in COMMANDS)]
-    assert not unused
+    assert not [part for part in NOT_RUN if not any(part in command.text for command in COMMANDS)]
 
 
 @pytest.mark.parametrize(
@@ -183,5 +182,4 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
 def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path):
     if command.module in ("farm.submit", "farm.work", "farm.grow"):
         monkeypatch.setenv("GPUFARM_DATA", str(DataFolder.resolve(tmp_path / "data").create().root))
-    code = call(command.module, small(command, tmp_path), monkeypatch)
-    assert code == 0, capsys.readouterr().err
+    assert call(command.module, small(command, tmp_path), monkeypatch) == 0, capsys.readouterr().err

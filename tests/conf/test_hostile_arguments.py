@@ -535,7 +535,7 @@ def test_every_command_has_lines_that_only_it_can_refuse():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.spread(1 if name in ("query", "status") else 2)) for name in COMMANDS],
+    [pytest.param(name, marks=pytest.mark.spread(1 if name in ("query", "status") else 3)) for name in COMMANDS],
 )
 def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(invoke, name):
     lines = REFUSED_BY_THE_COMMAND[name]
@@ -601,7 +601,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("name", "arguments", "key", "value"), RIGHT)
 def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
     from omegaconf import OmegaConf
@@ -666,6 +666,7 @@ def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invok
     assert (invoke.place / r"a\b.csv").read_text().split() == ["n", "1"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

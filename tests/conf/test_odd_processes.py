@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import warehouse
 from conf.cli.command_line import run
 from farm import submit
+from tests.warehouse.warehouse_rows import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_TO_START = "farm.sbatch"
@@ -76,8 +75,7 @@ def test_closed_input_and_closed_errors_do_no_harm(place):
     """A file that is opened next would get the number, and what is printed there would land in a database."""
     code, out, _ = start(place, "farm.submit", *SUBMITTED, redirect="<&- 2>&-")
     assert code == 0 and b"1 trials added" in out
-    with contextlib.closing(warehouse.connect(place / "data")) as connection:
-        assert connection.execute("SELECT count(*) FROM jobs").fetchall() == [(1,)]
+    assert ask(place / "data", "SELECT count(*) FROM jobs") == [(1,)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

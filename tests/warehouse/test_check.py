@@ -9,7 +9,7 @@ import sqlite3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import compact_at, copy_into, fill, flip, only_merged, run_row, samples
+from warehouse_rows import compact_at, copy_into, fill, flip, only_merged, run_row
 
 from conf.cli.command_line import run
 from warehouse.check import entry
@@ -27,20 +27,16 @@ from warehouse.files.folder import (
 from warehouse.files.integrity import examine
 from warehouse.files.merged import Listing, read_listings
 from warehouse.files.snapshots import take_snapshot
-from warehouse.files.writer import Mark, RunWriter, run_table, write_marks
+from warehouse.files.writer import Mark, run_table, write_marks
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with merged and small files, a job, a snapshot and an artifact."""
     folder = DataFolder(tmp_path_factory.mktemp("made") / "data").create()
-    writer = RunWriter(folder)
-    writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
-    for index in range(4):
-        writer.write(run_row(index), samples())
+    fill(folder, range(4)).write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
     compact_at(folder, 0, 2)
-    for index in range(4, 6):
-        writer.write(run_row(index), samples())
+    fill(folder, range(4, 6))
     take_snapshot(folder, "s")
     artifact = folder.models / "memory" / "v1"
     (artifact / "model").mkdir(parents=True)
@@ -170,9 +166,8 @@ def written(tmp_path, table=None):
 
 
 def test_every_file_that_the_project_writes_carries_its_checksum(folder):
-    writer = RunWriter(folder)
+    writer = fill(folder, range(4), has_details=True)
     writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
-    fill(folder, range(4))
     writer.write_batch([run_row(9, family="mlp", source="imported")])
     mark = Mark(
         run_id="J-000001",

@@ -7,8 +7,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import Steps, ask, compact_at, flip, only_merged, run_row
-from warehouse_rows import fill as fill_any
+from warehouse_rows import Steps, ask, compact_at, fill, flip, only_merged, run_row
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
@@ -19,10 +18,6 @@ from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, n
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.snapshot import entry
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
-
-
-def fill(folder, indices, has_details=False):
-    fill_any(folder, indices, has_details=has_details)
 
 
 def names(folder, kind="runs"):

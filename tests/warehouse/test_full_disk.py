@@ -6,13 +6,12 @@ import os
 import tempfile
 
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import fill
 
 from conf.cli.command_line import run
 from tests.surroundings import small_disk
 from warehouse import compact, export, ingest, publish, snapshot
 from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
 
 DISK_KIB = 4096
 LEFT_KIB = (0, 8, 40, 160)
@@ -26,9 +25,7 @@ def disk(tmp_path, monkeypatch):
         (root / "tmp").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
         monkeypatch.setenv("GPUFARM_DATA", str(root / "data"))
-        writer = RunWriter(DataFolder.resolve())
-        for index in range(12):
-            writer.write(run_row(index, device_name="A100", finished_at=ENDED), samples(20))
+        fill(DataFolder.resolve(), range(12), 20, device_name="A100", finished_at=ENDED)
         yield root
 
 

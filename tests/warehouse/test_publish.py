@@ -136,7 +136,7 @@ def test_runs_that_landed_after_the_snapshot_are_not_in_it(folder, tmp_path, no_
         publish(settings(folder, tmp_path / "c", snapshot="u"))
 
 
-def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path):
+def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path, no_checks):
     first, folder = whole
     same = {"snapshot": first.snapshot, "name": first.root.name, "pages": 1}
     again = publish(settings(folder, tmp_path / "again", **same)).root

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from conf.errors import UsageError
 from learn.estimators.kernel_fitting import LIGER, SAILOR
 from learn.fitting.kernel_rows import kernel_times
 from learn.fitting.published_jobs import layer_calls
@@ -160,9 +159,3 @@ def test_a_row_with_more_cells_than_the_header_is_named_and_left_out(folder, tmp
     path = csv_file(tmp_path / "a.csv", CELLS)
     path.write_text(path.read_text(encoding="utf-8") + ",".join([*CELLS.values(), "more"]) + "\n", encoding="utf-8")
     assert take_in(folder, path).invalid == {"more cells than the header has columns": [2]}
-
-
-def test_a_file_of_other_columns_is_refused(folder, tmp_path):
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"holds no file of source=allreduce; a\.csv: not of this source"):
-        take_in(folder, tmp_path / "a.csv")

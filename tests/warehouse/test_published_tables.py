@@ -1,6 +1,5 @@
 """Published tables of other GPUs become runs: whole, once each, untraceable where no trial config describes them."""
 
-import contextlib
 import functools
 import json
 import shutil
@@ -8,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-import warehouse
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping, config_hash
 from learn.rows.data import load_rows
 from tests.warehouse.warehouse_rows import csv_file
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_tables import TABLES
+from warehouse.reading.connection import select
 from warehouse.tables.schema import SCHEMA_VERSION
 
 TIMM = {
@@ -231,10 +230,7 @@ def of_all(tmp_path_factory):
 
 
 def runs(tmp_path, where="true"):
-    with contextlib.closing(warehouse.connect(tmp_path / "data")) as connection:
-        result = connection.execute(f"SELECT * FROM runs WHERE {where} ORDER BY status, batch_size")
-        names = [name for name, *_ in result.description]
-        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+    return select(tmp_path / "data", f"SELECT * FROM runs WHERE {where} ORDER BY status, batch_size")
 
 
 def test_the_largest_batch_that_ran_and_the_next_one_bracket_the_need_of_memory(tmp_path, take):
@@ -313,8 +309,7 @@ def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_no
         f"import-{source}" for source in TABLES if source not in ("timm_benchmark", "deeplearningexamples")
     }
     assert all(run["error"] and run["config"] is None for run in bare)
-    usable = load_rows(tmp_path / "data", "step_time")
-    assert {row.family for row in usable.records} == {"timm"}
+    assert {row.family for row in load_rows(tmp_path / "data", "step_time").records} == {"timm"}
 
 
 def test_rows_that_contradict_themselves_are_kept_in_doubt_or_as_invalid(tmp_path, take):
@@ -364,7 +359,7 @@ def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, ta
         assert run["status"] == "invalid" and run["error"] and run["step_time_ms"] is None is run["power_w"]
 
 
-@pytest.mark.parametrize("source", TABLES)
+@pytest.mark.parametrize("source", [*TABLES, "allreduce"])
 def test_a_foreign_file_is_one_clear_message(tmp_path, source):
     path = csv_file(tmp_path / "foreign.csv", {"a": 1})
     with pytest.raises(UsageError, match=f"no file of source={source}; foreign.csv: not of this source"):
@@ -377,8 +372,7 @@ def test_jobs_alone_of_three_tables_are_kept(tmp_path, take):
     other = {**GAVEL, "table": "oracle_throughputs.json"}
     faster, close = {**other, "iters_per_s_a": 80.0}, {**other, "gpu": "v100", "iters_per_s_a": 41.0}
     nothing = {**GAVEL, "gpu": "k80", "iters_per_s_a": 0.0}
-    report = take("gavel", GAVEL, pair, faster, {**GAVEL, "gpu": "v100"}, close, nothing)
-    assert report.rows == 5
+    assert take("gavel", GAVEL, pair, faster, {**GAVEL, "gpu": "v100"}, close, nothing).rows == 5
     landed = [(run["device_name"], run["step_time_ms"], run["batch_size"]) for run in runs(tmp_path, "status = 'ok'")]
     assert sorted(landed) == [
         ("P100", 12.5, 32),

@@ -85,6 +85,7 @@ def test_parquet_needs_a_file_and_keeps_types(query, filled, tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", ["csv", "parquet", "json", "table"])
 @pytest.mark.parametrize(
     ("out", "why"),
@@ -123,8 +124,7 @@ def test_rows_that_are_too_wide_are_written_one_below_the_other(query, filled):
     assert [line.split() for line in lines if line.startswith("source ")] == [["source", "simulated"]] * 2
     assert [line.split() for line in lines if line.startswith("smact ")] == [["smact", "0.1"], ["smact", "NULL"]]
     at = next(i for i, line in enumerate(lines) if line.startswith("error "))
-    value = lines[at].index('say "hi",')
-    assert lines[at + 1] == " " * value + "then go"
+    assert lines[at + 1] == " " * lines[at].index('say "hi",') + "then go"
     assert lines[-1] == "2 rows"
     assert query("SELECT * FROM runs", "max_rows=1")[1].splitlines()[-1].startswith("first 1 rows")
 

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import fill
 
 import warehouse
 from conf.plain_text import sql_text
 from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
     """A folder for all tests that try to write to it, as none of them can."""
     folder = DataFolder.resolve(tmp_path_factory.mktemp("filled") / "a'; echo foo [b]*? family=x" / "data").create()
-    for index in range(3):
-        RunWriter(folder).write(run_row(index), samples())
+    fill(folder, range(3))
     return folder
 
 
@@ -155,7 +153,7 @@ def test_no_other_file_is_read(connection, sql):
 def test_a_sort_larger_than_memory_spills_outside_the_folder(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    RunWriter(folder).write(run_row(0), samples())
+    fill(folder, [0])
     plain = duckdb.connect
     monkeypatch.setattr(
         "warehouse.reading.connection.duckdb.connect",

@@ -180,7 +180,7 @@ def test_listings_are_expanded_before_the_data_files(folder, connection):
 @pytest.fixture
 def newer_schema(folder, monkeypatch):
     """Two runs, two samples each and a job are written; then one column more in each schema, and the next version."""
-    fill(folder, range(2), 2, has_details=False, smact=0.5).write_job({"job_id": "J", "family": "cnn", "n": 2})
+    fill(folder, range(2), 2, smact=0.5).write_job({"job_id": "J", "family": "cnn", "n": 2})
 
     def grow():
         added = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, compact_at, kernels, ranks, run_row, samples, unreadable
+from warehouse_rows import ask, collocations, compact_at, fill, kernels, ranks, run_row, samples, unreadable
 
 import warehouse
 from warehouse.files.counting import counting_merged_names
@@ -233,9 +233,7 @@ def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opene
 
 @pytest.mark.parametrize("how", ["listing", "merged", "listing may not be read", "merged may not be read"])
 def test_a_damaged_merge_keeps_no_run_from_landing_nor_others_from_being_merged(folder, monkeypatch, how, capsys):
-    writer = RunWriter(folder)
-    for index in range(4):
-        writer.write(run_row(index), samples())
+    writer = fill(folder, range(4))
     target = plant(folder, new_merged_name(), "J-000009")
     path = target if how.startswith("merged") else listing_file(folder, "runs", target.name)
     may_be_read = not how.endswith("read")
@@ -252,10 +250,8 @@ def test_a_damaged_merge_keeps_no_run_from_landing_nor_others_from_being_merged(
 
 @pytest.mark.parametrize("part", ["runs", "compactions"])
 def test_a_disk_that_does_not_give_one_family_s_file_leaves_the_others_to_be_merged(folder, monkeypatch, part):
-    writer = RunWriter(folder)
     for family in ("cnn", "mlp"):
-        for index in range(4):
-            writer.write(run_row(index, family=family), samples())
+        fill(folder, range(4), family=family)
     target = plant(folder, new_merged_name(), "J-000009")
     failing = target if part == "runs" else listing_file(folder, "runs", target.name)
     with unreadable(monkeypatch, lambda opened: opened == failing):

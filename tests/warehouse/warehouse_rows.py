@@ -129,8 +129,8 @@ def flip(path) -> None:
     path.write_bytes(content)
 
 
-def fill(folder, indices, rows: int = 3, has_details: bool = True, **changes) -> RunWriter:
-    """Land runs with rows in every table, or in `runs` and `telemetry` alone, `rows` samples each."""
+def fill(folder, indices, rows: int = 3, has_details: bool = False, **changes) -> RunWriter:
+    """Land runs with `rows` samples each, and with rows in every table if `has_details`."""
     writer = RunWriter(folder)
     for index in indices:
         details = (kernels(), ranks(), collocations()) if has_details else ()

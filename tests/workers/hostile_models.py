@@ -63,8 +63,7 @@ def flood_of_steps(path: str) -> None:
     line = json.dumps({"event": "step", "t_ns": time.monotonic_ns(), "values": {"step_time_ms": 1.0}}).encode() + b"\n"
     for _ in range(int(path) // 1000):
         say(line * 1000)
-    now_ns = time.monotonic_ns()
-    say_event("window", t_ns=now_ns)
+    say_event("window", t_ns=time.monotonic_ns())
     values = {"step_time_ms": 1.0, "steps": 1, "half_widths": {}}
     say_event("result", window_end_ns=time.monotonic_ns(), window_ended="fixed", values=values)
     time.sleep(3600)

@@ -94,8 +94,7 @@ def test_a_member_that_ends_leaves_the_others_suspect_and_nobody_with_a_slowdown
 
 
 def test_a_member_that_hangs_in_its_warm_up_does_not_keep_the_others_from_theirs(worker):
-    result = worker.run(group(NET, acting("sleeps"), timeout_s=4.0))
-    runs = runs_of(result)
+    runs = runs_of(worker.run(group(NET, acting("sleeps"), timeout_s=4.0)))
     assert runs["-with-1"].status == "timeout" and runs[""].status == "ok" and runs[""].steps > 0
     assert "partner_ended" in runs[""].quality_reasons
 

@@ -70,8 +70,7 @@ def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_
 
 
 def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
-    result = measured(tmp_path, child("killed", "is_killed", after=2))
-    assert "ended with code -9" in result.failed["killed"]
+    assert "ended with code -9" in measured(tmp_path, child("killed", "is_killed", after=2)).failed["killed"]
     assert stages(tmp_path) == ["row 0", "row 1"]
     measured(tmp_path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
     assert stages(tmp_path) == ["row 0", "row 1"]
@@ -79,8 +78,7 @@ def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
 
 def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(children, "_MOST_S", 6.0)  # of which the imports of a busy machine take some
-    result = measured(tmp_path, child("hanging", "hangs"))
-    assert result.failed["hanging"] == "it took more than 6 s"
+    assert measured(tmp_path, child("hanging", "hangs")).failed == {"hanging": "it took more than 6 s"}
     assert stages(tmp_path) == ["begun"]
 
 

@@ -8,15 +8,18 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import psutil
 import pytest
 from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
-from test_hostile_trials import await_gone, hostile
-from test_worker import LONG, InBackground, mlp, task
+from test_hostile_trials import await_gone, ends_well, hostile
+from test_worker import LONG, SHORT, InBackground, mlp, task
 
 from tests.surroundings import await_
 from workers.settings import KernelSettings
+from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
 
@@ -59,7 +62,24 @@ def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worke
     assert nothing_is_left(worker)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+class Profiled(Sensor):
+    """A GPU's sensor in place of one."""
+
+    name, metrics, period_s = "gpm", ("smact",), 0.001
+
+    def sample(self):
+        return [Sample(time.monotonic_ns(), {"smact": 0.5})]
+
+
+def test_a_window_follows_the_figures_of_the_first_rank(worker, monkeypatch):
+    sensors = iter([(), (Profiled(WatchTarget(None, os.getpid())),), ()])  # of the whole trial, of its ranks
+    monkeypatch.setattr("workers.trial.server_client.make_sensors", lambda *_: (next(sensors), {}))
+    window = dataclasses.replace(SHORT, seconds=0.7)
+    run = worker.run(task(mlp(parallel="ddp=2"), window, telemetry=TelemetrySettings(period_s=0.01))).run
+    assert run.status == "ok" and "smact" in run.half_widths
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_killed_rank_ends_the_trial_which_is_tried_again(worker, rank):
     running = TwoRanks(worker)
     running.ranks[rank].kill()
@@ -96,10 +116,8 @@ def test_out_of_memory_of_one_rank_names_it(small):
     ],
 )
 def test_what_one_rank_does_is_what_the_trial_ends_with(worker, act, words):
-    result = worker.run(of_two(hostile(act)))
-    assert result.run.status == "crashed" and words in result.run.error
-    assert nothing_is_left(worker)
-    assert worker.run(task(mlp())).run.status == "ok"
+    run = ends_well(worker, of_two(hostile(act))).run
+    assert run.status == "crashed" and words in run.error
 
 
 def test_a_rank_that_hangs_is_a_timeout(worker):

@@ -219,7 +219,7 @@ def trial(seed, step_s, wave=None, until=65.0, **read):
 
 NOISY = {"noise": 0.05}
 DRIFTING = {"drift": 0.2}
-SEEDS = 50
+SEEDS = 30
 COUNTER = {"sensor": "nvml", "metric": "energy_j"}
 # name -> (step in s, the wave, how it is read, seconds within which 9 of 10 windows end)
 SIGNALS = {

@@ -29,14 +29,8 @@ def mlp(**changes):
 
 
 def task(config, window=SHORT, index=0, **settings):
-    trial = TrialSettings(window=window, **settings)
-    return Task(
-        job_id="mlp-00000000",
-        task_index=index,
-        attempt=1,
-        config=config,
-        settings=trial,
-    )
+    settings = TrialSettings(window=window, **settings)
+    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
 
 
 class InBackground:
@@ -68,8 +62,7 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     layers = layers_of(config_from_mapping(run.config))
     assert run.parameters == sum(layer.parameters for layer in layers)
     assert run.smact is None, "a CPU has no SMs"
-    sensors = set(result.telemetry["sensor"].to_pylist())
-    assert {"process", "torch"} <= sensors
+    assert {"process", "torch"} <= set(result.telemetry["sensor"].to_pylist())
     assert set(result.telemetry["run_id"].to_pylist()) == {run.run_id}
     assert "nvml" in run.telemetry_missing
     assert run.quality in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
@@ -115,7 +108,7 @@ def test_a_trial_killed_from_outside_is_tried_again(worker):
 def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
     worker.run(task(mlp()))
     before = len(os.listdir("/proc/self/fd"))
-    for index in range(3):
+    for index in range(2):
         worker.run(task(mlp(), index=index))
     assert len(os.listdir("/proc/self/fd")) == before
     assert not psutil.Process(worker._server.pid).children()
