@@ -203,26 +203,22 @@ def _replace(**functions: Any) -> None:
 
 def _install_group(rank: RankZero) -> None:
     begin, group_of = dist.init_process_group, dist.new_group
+    signature = inspect.signature(begin)
     backends = ["nccl"]
 
     @functools.wraps(begin)
-    def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        given = signature.bind(*args, **kwargs).arguments
+        world_size = given.get("world_size", -1)
         ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks != rank.launched:
             raise RuntimeError(
                 f"the script asks for {ranks} processes and its command starts {rank.launched}; start it with "
                 f"torchrun --nproc-per-node {ranks}, or as it is queued"
             )
-        backends[0] = str(backend or "nccl")
+        backends[0] = str(given.get("backend") or "nccl")
         begin("fake", store=FakeStore(), rank=0, world_size=ranks)
         if ranks == 1:
             note(ALONE)
@@ -296,15 +292,8 @@ def _install_collectives(rank: RankZero) -> None:
         rank.assign_reduced(tensor, op, dist.get_world_size(group))
         return work
 
-    def reduce_to_one(
-        tensor: Tensor,
-        dst: Any = None,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-        **_: Any,
-    ) -> Any:
-        return reduce(tensor, op, group, async_op)
+    def reduce_to_one(tensor: Tensor, dst: Any = None, *args: Any, group_dst: Any = None, **kwargs: Any) -> Any:
+        return reduce(tensor, *args, **kwargs)
 
     def gather(tensor: Tensor, gather_list: Any = None, *_: Any, async_op: bool = False, **__: Any) -> Any:
         return _copy([(output, tensor) for output in gather_list or ()], async_op)

@@ -68,7 +68,7 @@ class ScriptCompiler:
 
     def __init__(self, recorder: ScriptRecorder) -> None:
         self._recorder = recorder
-        self._regions: list[CompiledRegions] = []
+        self.regions: list[CompiledRegions] = []
 
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
@@ -102,16 +102,7 @@ class ScriptCompiler:
     @property
     def capturing(self) -> bool:
         """Return whether a graph is being captured, in a thread of its own, in which no modes may be active."""
-        return any(regions.capturing for regions in self._regions)
-
-    @property
-    def compiles(self) -> bool:
-        """Return whether the script has compiled a module."""
-        return bool(self._regions)
-
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on the certainty of the compiled modules' figures."""
-        return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))
+        return any(regions.capturing for regions in self.regions)
 
     def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
         if "_orig_mod" in vars(module):
@@ -137,7 +128,7 @@ class ScriptCompiler:
         vars(module)["forward"] = as_on_a_gpu
         regions = CompiledRegions(module, [""], graphs=self._graphs(given))
         regions.recorder = self._recorder
-        self._regions.append(regions)
+        self.regions.append(regions)
         compiled = module.forward
 
         @functools.wraps(forward)
@@ -260,14 +251,15 @@ class ScriptRun:
             problem = problem or self._without_steps()
         else:
             problem, settings["precision_in_words"] = None, precision_in_words(trace, str(settings["precision"]))
-        for remark in self._rank.remarks():
-            note(remark)
+        compiled = (text for regions in self._compiler.regions for text in regions.notes())
+        for text in (*self._rank.remarks(), *compiled):
+            note(text)
         record = ScriptRecord(
             trace=trace,
             problem=problem,
             settings=settings,
             batch_size=self._watch.batch_size or self._recorder.batch_size(),
-            notes=(*NOTES, *self._compiler.notes()),
+            notes=tuple(NOTES),
             parallel=self._rank.layout(),
             files=self._files_looked_at(),
         )
@@ -318,7 +310,7 @@ class ScriptRun:
             "cudnn_allow_tf32": search.allow_tf32,
             "cudnn_deterministic": search.deterministic,
             "channels_last": self._recorder.channels_last(),
-            "compile": self._compiler.compiles,
+            "compile": bool(self._compiler.regions),
             **({"accumulation": micro} if micro > 1 else {}),
             **self._watch.seen,
         }
