@@ -221,14 +221,6 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-# Functions of torch.cuda that are replaced by no-ops.
-_NOTHING = (
-    "init _lazy_init synchronize set_device set_stream empty_cache ipc_collect manual_seed manual_seed_all seed "
-    "seed_all set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction "
-    "reset_accumulated_memory_stats _lazy_call _check_capability _check_cubins _set_rng_state_offset _sleep"
-)
-
-
 def giving(value: Any) -> Callable[..., Any]:
     """Return a function that returns this value for any arguments."""
 
@@ -299,7 +291,10 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Autocast, *, gp
             setattr(torch._C, name, giving(value))
     constants: dict[Any, dict[str, Any]] = {  # names of functions -> their result
         cuda: {
-            _NOTHING: None,
+            "init _lazy_init synchronize set_device set_stream empty_cache ipc_collect manual_seed manual_seed_all "
+            "seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode set_per_process_memory_fraction "
+            "reset_accumulated_memory_stats _lazy_call _check_capability _check_cubins _set_rng_state_offset "
+            "_sleep": None,
             "is_available is_initialized _is_compiled": True,
             "_is_in_bad_fork can_device_access_peer is_current_stream_capturing": False,
             "device_count _device_count_nvml": gpus,
@@ -364,29 +359,14 @@ def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
     """Return the versions that a build of PyTorch reports of itself and its libraries. On AMD, MIOpen and RCCL are
     reported as cuDNN and NCCL. For the MI200 and MI300 series, PyTorch reports an architecture name with two
     features."""
-    if spec.llvm_target is not None:
-        return types.SimpleNamespace(
-            cuda=None,
-            hip="6.4.43482",
-            cudnn=3_04_000,
-            nccl=(2, 22, 3),
-            compiled_for=spec.llvm_target,
-            arch_name=f"{spec.llvm_target}:sramecc+:xnack-",
-            bf16=True,
-            tf32=spec.peak_tflops.tf32 is not None,
-        )
+    if (target := spec.llvm_target) is not None:
+        libraries: dict[str, Any] = {"cuda": None, "hip": "6.4.43482", "cudnn": 3_04_000, "nccl": (2, 22, 3)}
+        arch_name, has_tf32 = f"{target}:sramecc+:xnack-", spec.peak_tflops.tf32 is not None
+        return types.SimpleNamespace(**libraries, compiled_for=target, arch_name=arch_name, bf16=True, tf32=has_tf32)
+    libraries = {"cuda": "12.8", "hip": None, "cudnn": 91002, "nccl": (2, 26, 2)}
     major, minor = spec.architecture.torch_capability
-    is_newer = (major, minor) >= (8, 0)
-    return types.SimpleNamespace(
-        cuda="12.8",
-        hip=None,
-        cudnn=91002,
-        nccl=(2, 26, 2),
-        compiled_for=f"sm_{major}{minor}",
-        arch_name="",
-        bf16=is_newer,
-        tf32=is_newer,
-    )
+    newer = (major, minor) >= (8, 0)
+    return types.SimpleNamespace(**libraries, compiled_for=f"sm_{major}{minor}", arch_name="", bf16=newer, tf32=newer)
 
 
 def _properties_of(spec: DeviceSpec) -> types.SimpleNamespace:
