@@ -336,8 +336,11 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Autocast, *, gp
         torch.Tensor: {"record_stream": None},  # its C++ code checks for torch's own streams before any mode sees it
     }
     memory = _memory_functions(spec, recorder)
+    for owner, results in constants.items():
+        for names, value in results.items():
+            for name in names.split():  # a function each: PyTorch's compiler refuses one that has several names
+                replace_attribute(owner, name, giving(value))
     for owner, functions in (
-        *((owner, {names: giving(value) for names, value in results.items()}) for owner, results in constants.items()),
         (cuda, memory),
         (cuda.memory, memory),
         (accelerator, memory),

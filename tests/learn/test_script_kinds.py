@@ -252,6 +252,24 @@ def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahea
     assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
 
 
+COMPILER = """
+import torch
+from torch._dynamo import trace_rules
+
+assert trace_rules.lookup(torch.cuda.synchronize) is not None
+model = torch.nn.Linear(8, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(2, 8).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_torchs_compiler_knows_the_functions_of_cuda(tmp_path):
+    (tmp_path / "train.py").write_text(COMPILER)
+    assert estimate_script(["python", "train.py"], estimator="trace").parameters == 8 * 4 + 4
+
+
 VALUES = """
 import torch
 from torch import nn
