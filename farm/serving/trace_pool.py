@@ -182,17 +182,23 @@ class TraceLimits:
 def prepare() -> None:
     """Import what traces need and load the packaged models, in the process that traces are forked from.
 
-    Runs no operator and starts no thread.
+    Runs no operator and leaves no thread. Traces look for measured runs of their job, for which DuckDB's file of views
+    is made here: importing and making that would take each of them longer than the trace.
     """
     search_working_folder()
     from featurize.trace import import_tracer
 
     import_tracer()
+    import duckdb
+
     import learn.estimation.estimating
     import learn.planning.plans  # noqa: F401
     from learn.estimation.notes import TARGETS
     from learn.fitting.artifacts import default_artifact
+    from warehouse.reading.connection import make_views_file
 
+    with contextlib.suppress(OSError, duckdb.Error):  # a full disk: each trace tries again
+        make_views_file()
     for target in TARGETS:
         default_artifact(target)
 
