@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -64,16 +65,13 @@ def gpm_case() -> Iterator[Case]:
 
 @contextlib.contextmanager
 def dcgm_case() -> Iterator[Case]:
+    energies = itertools.pairwise(map(str, range(81234605949, 81234999999)))
     with DcgmServer() as server:
-        energy = iter(range(81234605949, 81234999999))
-        last = [next(energy)]
-
-        def step() -> None:
-            new = next(energy)
-            server.replace(str(last[0]), str(new))
-            last[0] = new
-
-        yield Case(lambda target: DcgmSensor(target, server.url), step, lambda: setattr(server, "status", 500))
+        yield Case(
+            lambda target: DcgmSensor(target, server.url),
+            lambda: server.replace(*next(energies)),
+            lambda: setattr(server, "status", 500),
+        )
 
 
 @contextlib.contextmanager
@@ -125,12 +123,10 @@ def test_sample_times_grow_and_are_not_in_the_future_and_averages_begin_before_t
     before_ns = time.monotonic_ns()
     samples = readings(case)
     times = [sample.t_ns for sample in samples]
-    assert times == sorted(times)
-    lag_ns = case.sensor.lag_s * 1e9
-    assert before_ns <= times[0] and times[-1] <= time.monotonic_ns() - lag_ns
     intervals = [(sample.since_ns, sample.t_ns) for sample in samples if sample.since_ns is not None]
+    assert times == sorted(times) and intervals == sorted(intervals), "they do not go back"
+    assert before_ns <= times[0] and times[-1] <= time.monotonic_ns() - case.sensor.lag_s * 1e9
     assert all(since_ns < t_ns for since_ns, t_ns in intervals)
-    assert intervals == sorted(intervals), "they do not go back"
 
 
 def test_a_source_that_fails_for_once_says_so_and_keeps_no_old_values(case):

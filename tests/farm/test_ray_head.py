@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import subprocess
 import threading
+from unittest import mock
 
 import psutil
 import pytest
@@ -15,51 +16,41 @@ from tests.surroundings import PATIENCE_S, await_
 from workers.devices import DeviceChoice
 
 
-class Scripted:
-    """A head that runs until `reason` is given."""
-
-    reason = None
-
-    def lost(self):
-        return self.reason
-
-
-@pytest.fixture
-def watch():
-    watch = HeadWatch(Scripted(), leave=lambda code: None)
-    yield watch
-    watch.stop()
-
-
-def test_a_call_that_waits_for_a_dead_head_is_given_up(watch):
-    blocked = threading.Event()
-    threading.Timer(0.2, setattr, (watch._head, "reason", "gone")).start()
+def test_a_call_that_waits_for_a_dead_head_is_given_up():
+    blocked, head = threading.Event(), mock.Mock(**{"lost.return_value": None})
+    watch = HeadWatch(head, leave=lambda code: None)
+    threading.Timer(0.2, setattr, (head.lost, "return_value", "gone")).start()
     with pytest.raises(ClusterLost, match="gone"):
         watch.call(lambda: blocked.wait(PATIENCE_S))
     blocked.set()
     with pytest.raises(ClusterLost, match="gone"):
         watch.check()
+    watch.stop()
 
 
 def test_a_main_thread_that_waits_inside_of_ray_is_not_waited_for(monkeypatch, capsys):
     monkeypatch.setattr(ray_cluster, "_PATIENCE_AT_START_S", 0.05)
     left, cleaned = [], []
-    head = Scripted()
-    head.reason = "Ray's gcs_server (process 7) has ended"
+    head = mock.Mock(**{"lost.return_value": "Ray's gcs_server (process 7) has ended"})
     HeadWatch(head, lambda: cleaned.append(True), left.append)
     await_(lambda: left, "the way out")
     assert left == [EXIT_CLUSTER_LOST] and cleaned and capsys.readouterr().err.count("\n") == 1
 
 
+def started(held, *command):
+    """A process that ends with the block, at the latest."""
+    process = held.enter_context(subprocess.Popen(command))
+    held.callback(process.kill)
+    return process
+
+
 def test_our_own_rays_processes_are_known_by_their_names_among_our_children(tmp_path):
     program = shutil.copy(shutil.which("sleep"), tmp_path / "gcs_server")
     with contextlib.ExitStack() as held:
-        earlier = held.enter_context(subprocess.Popen([program, "600"]))
-        held.callback(earlier.kill)
+        earlier = started(held, program, "600")
         head = OwnHead()
         assert head.lost() is None
-        child = held.enter_context(subprocess.Popen([program, "600"]))
-        held.callback(child.kill)
+        child = started(held, program, "600")
         await_(lambda: head.lost() is None and head._markers, "the head's processes")
         earlier.kill()
         earlier.wait()
@@ -71,18 +62,12 @@ def test_our_own_rays_processes_are_known_by_their_names_among_our_children(tmp_
 
 def test_what_this_process_starts_beside_ray_outlives_it(tmp_path):
     with contextlib.ExitStack() as held:
-
-        def start():
-            process = held.enter_context(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]))
-            held.callback(process.kill)
-            return process
-
         executor = RayExecutor(DeviceChoice(backend="simulated"), ClusterSettings(kind="ray"), {})
         executor._before = {child.pid for child in psutil.Process().children(recursive=True)}
         executor._folder = tmp_path / "session"
-        rays = start()
+        rays = started(held, "sh", "-c", "sleep 600 & wait")
         executor._note_roots()
-        others = start()
+        others = started(held, "sh", "-c", "sleep 600 & wait")
         await_(psutil.Process(rays.pid).children, "a child of Ray's")
         await_(psutil.Process(others.pid).children, "a child of the other")
         own = executor._own_processes()

@@ -65,16 +65,16 @@ def test_large_questions_of_one_client_leave_space_to_others(store):
 
 
 def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock, tmp_path):
-    keys = ask_many(store, "someone", 40, "x" * 20_000)
+    keys, large = ask_many(store, "someone", 40, "x" * 20_000), {"large": "y" * 80_000}
     for _ in keys:
-        store.answered(store.lease(9)[0], {"large": "y" * 80_000})
+        store.answered(store.lease(9)[0], large)
     asyncio.run(store.forget(LIMITS))
     assert asyncio.run(store.get(keys[0])).state == DONE and size_of(tmp_path) > 3 * 2**20
     clock.now += 700
     asyncio.run(store.get(keys[0]))
     clock.now += 500
     asyncio.run(store.forget(LIMITS))
-    assert asyncio.run(store.get(keys[0])).answer == {"large": "y" * 80_000} and asyncio.run(store.get(keys[1])) is None
+    assert asyncio.run(store.get(keys[0])).answer == large and asyncio.run(store.get(keys[1])) is None
     assert (tmp_path / "a'; echo foo.sqlite").stat().st_size < 2**20
 
 
