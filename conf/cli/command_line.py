@@ -1,6 +1,6 @@
 """Turns a settings class into a command line: parses arguments into an object, and prints one-line errors.
 
-Start reading at `command`; `conf.cli.overrides` reads the arguments and lists the keys. Hydra's compose API is used
+Start reading at `command`; `conf.cli.overrides` reads the arguments. Hydra's compose API is used
 without its decorator, which prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops
 at the first mistake. `StepBar` is the progress bar of all commands.
 """

@@ -51,7 +51,7 @@ def test_without_a_command_every_command_is_listed_in_one_line(arguments, capsys
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [name for name in COMMANDS for line in lines if line.startswith(f"  {name}") and SUMMARIES[name] in line]
-    assert listed == [*COMMANDS]
+    assert listed == [*COMMANDS] == [*SUMMARIES]
 
 
 @pytest.mark.parametrize("typed", ["sumbit", "farm.submit", "build-defaults"])
