@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from conf.plain_text import shown
 
@@ -73,6 +73,12 @@ def refuse(problems: Iterable[str], place: str = "") -> None:
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
     """Return the error for an unknown name, which lists the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")
+
+
+def require_one_of(kind: str, name: object, known: Collection[object]) -> None:
+    """Raise `unknown_name` for a name that is not among the known ones."""
+    if name not in known:
+        raise unknown_name(kind, name, known)
 
 
 def unknown_names(names: Iterable[object], known: Sequence[str]) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import warehouse
-from conf.errors import CommandError, UsageError, shown, unknown_name
+from conf.errors import CommandError, UsageError, require_one_of, shown
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
@@ -128,8 +128,7 @@ def _parts(fit: TimeFit, settings: BenchmarkSettings) -> list[Part]:
     """Return the fits: all rows but those that are left out in turn."""
     steps = fit.steps
     by = settings.by if settings.split == "leave_one_out" and settings.by else "family"
-    if by not in STEP_GROUPINGS:
-        raise unknown_name("by of measured step times", by, STEP_GROUPINGS)
+    require_one_of("by of measured step times", by, STEP_GROUPINGS)
     labels = labels_by(fit, by)
     of_steps = np.unique(labels[steps])
     if settings.split == "leave_one_out" and len(of_steps) < 2:

@@ -156,8 +156,9 @@ def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
     known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
     others = [key for key in keys if key not in known]
     for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # also where nothing is stored
-            known[key] = Estimate.from_mapping(stored)
+        if stored is not None:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                known[key] = Estimate.from_mapping(stored)
     return known
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from conf.errors import UsageError
 from conf.plain_text import MISSING, count_of, one_line
@@ -249,9 +249,9 @@ class ShownFigure(NamedTuple):
             return "not calibrated" if self.target == "bound" else MISSING
         return self.write(self.value)
 
-    def write(self, value: Any) -> str:
+    def write(self, value: float | str) -> str:
         """Return a value of the figure as text."""
-        return f"{rate(value) if self.form == _RATE else format(value, self.form)}{self.unit}"
+        return f"{rate(float(value)) if self.form == _RATE else format(value, self.form)}{self.unit}"
 
 
 def figures(estimate: Estimate) -> list[ShownFigure]:

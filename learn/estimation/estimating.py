@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import StepBar
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError, require_one_of
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
@@ -142,7 +142,7 @@ def estimate(
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
             module), a named estimator that is not fitted or refuses, or a file that can't be written.
     """
-    _require_method(method)
+    require_one_of("method", method, METHODS)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
         return _fast_estimates([config], {**options, "inputs": inputs, "report": report, "snapshot": snapshot})[0]
@@ -182,7 +182,7 @@ def estimate_many(
     known = options.get("known")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
-    _require_method(method)
+    require_one_of("method", method, METHODS)
     if method == "fast":
         return _fast_estimates(_configs(configs), options)
     platform_and_options(options)
@@ -193,11 +193,6 @@ def estimate_many(
             report(index, len(jobs))
             estimates.append(estimate(config, **options))
     return estimates
-
-
-def _require_method(method: object) -> None:
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
 
 
 @contextlib.contextmanager
@@ -348,7 +343,7 @@ def largest_batch(
     """
     from learn.estimation.answers import answer
 
-    _require_by(by)
+    require_one_of("by", by, BY)
     request = request_of(model, inputs, **options)
     job, spec = request.job, request.platform.device
     given = job.batch_size
@@ -408,7 +403,7 @@ def devices_that_fit(
     """
     from learn.estimation.answers import answer_on, is_of_job, with_key
 
-    _require_by(by)
+    require_one_of("by", by, BY)
     specs = [platform_of(device, machine=CURRENT).device for device in (device_names() if devices is None else devices)]
     specs.sort(key=lambda spec: (spec.memory_mib, spec.name))
     given: dict[str, Any] = dict(options)
@@ -459,11 +454,6 @@ def devices_that_fit(
 def needed_mib(estimate: Estimate, by: str) -> float:
     """Return the MiB that must fit: the bound, if there is one, or the point."""
     return estimate.peak_memory_mib if by == POINT else estimate.needed_mib
-
-
-def _require_by(by: str) -> None:
-    if by not in BY:
-        raise unknown_name("by", by, BY)
 
 
 # Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, shown, unknown_name
+from conf.errors import CommandError, UsageError, require_one_of, shown, unknown_name
 from conf.plain_text import count_of, first_line
 from featurize.configs.trial import problem_of_fields
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
@@ -78,8 +78,7 @@ class KnownRun:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown_name("kind", self.kind, KINDS)
+        require_one_of("kind", self.kind, KINDS)
         size, mib = self.batch_size, self.memory_mib
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise UsageError(f"batch_size is a whole number of at least 1, got {size!r}")

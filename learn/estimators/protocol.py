@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, require_one_of
 from learn.job.training_job import Case
 from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
@@ -265,8 +265,7 @@ def default_estimator(rows: Rows) -> str:
 
 def get_estimator(name: str) -> type[Estimator]:
     """Return the estimator's class, imported on use. Raises `UsageError`, with the known names, for an unknown one."""
-    if name not in ESTIMATORS:
-        raise unknown_name("estimator", name, ESTIMATORS)
+    require_one_of("estimator", name, ESTIMATORS)
     estimator: type[Estimator] = pkgutil.resolve_name(ESTIMATORS[name])
     return estimator
 

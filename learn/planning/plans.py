@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, require_one_of, shown
 from conf.files.outputs import checked_output
 from conf.plain_text import count_of
 from conf.reports.blocks import write_page
@@ -238,8 +238,7 @@ def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | 
         raise UsageError("checkpointing is given twice: in settings, and by itself")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
-        if name not in WAYS:
-            raise unknown_name("checkpointing", name, WAYS)
+        require_one_of("checkpointing", name, WAYS)
     if not names:
         raise UsageError(f"checkpointing names nothing to try; known: {', '.join(WAYS)}")
     return tuple(None if way == NONE else way for way in WAYS if way in names)

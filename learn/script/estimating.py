@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
 from conf.children.running import local_server
-from conf.errors import UsageError, shown, unknown_name
+from conf.errors import UsageError, require_one_of, shown
 from conf.plain_text import one_line
 from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training
@@ -98,8 +98,7 @@ def estimate_script(
     """
     parsed = parse_command(command)
     for keyword in options:
-        if keyword not in ScriptKeywords.__annotations__:
-            raise unknown_name("keyword", keyword, ScriptKeywords.__annotations__)
+        require_one_of("keyword", keyword, ScriptKeywords.__annotations__)
     if (estimator := options.get("estimator")) not in (None, *ESTIMATORS):
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
     if options.get("known") == RUNS:
