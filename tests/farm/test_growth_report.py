@@ -33,8 +33,8 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
     rows.append(nights.failure("oom", family="gpt", oom_kind="device"))
     cycle = nights.night(rows, learned("kept", error=120.0), frozen=True)
     report, page = written(nights, plan=next_plan(), sentence="3 runs were measured (ok 2, oom 1); models: memory kept")
-    said = report["said"]
-    assert (said["level"], said["advice"], report["snapshot"]) == ("good", ["Nothing to do."], cycle)
+    summary = report["said"]
+    assert (summary["level"], summary["advice"], report["snapshot"]) == ("good", ["Nothing to do."], cycle)
     counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in report["rows"]["counts"]}
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
     shown = (

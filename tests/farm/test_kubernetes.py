@@ -71,7 +71,7 @@ def review(annotations: dict[str, str] | None) -> dict:
 
 
 def placed(value: object, path: str) -> tuple[object, str | int]:
-    """What holds the place of a JSON pointer in a value, and the key there."""
+    """Return the mapping or list that has the place of a JSON pointer in a value, and the key there."""
     parts = [part.replace("~1", "/").replace("~0", "~") for part in path.split("/")]
     *outer, last = [int(part) if part.isdigit() else part for part in parts]
     return functools.reduce(operator.getitem, outer, value), last
