@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from warehouse_rows import failing
 
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.files.folder import DataFolder
@@ -78,11 +79,8 @@ def test_a_place_that_takes_no_folders_is_said_to_be_one():
 
 
 def test_a_folder_that_is_full_is_named(folder, monkeypatch):
-    def refuse(*_arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     folder.format_marker.unlink()
-    monkeypatch.setattr("warehouse.files.folder.write_file", refuse)
+    monkeypatch.setattr("warehouse.files.folder.write_file", failing(errno.ENOSPC))
     with pytest.raises(EnvironmentProblem, match="cannot be written: No space left"):
         folder.create()
 

@@ -17,7 +17,8 @@ from featurize.configs.trial import ACTIVATIONS, config_from_mapping, config_has
 from featurize.families import cnn, layers_of
 from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
-from tests.warehouse.warehouse_rows import csv_table
+from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
+from tests.warehouse.warehouse_rows import TRANSFORMER, csv_table
 from warehouse import ingest as command
 from warehouse.exchange import ingesting
 from warehouse.exchange.ingesting import IngestSettings, ingest
@@ -27,11 +28,6 @@ from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import select
 
 OLD_HEADER = HEADER[:5]
-TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
-TRANSFORMER = (
-    "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
-    "input_size:1000_num_samples:77_batch_size:8.out"
-)
 ROOT = Path(warehouse.__file__).parent.parent
 
 

@@ -5,12 +5,12 @@ import csv
 import pytest
 
 from conf.errors import UsageError
-from tests.warehouse.warehouse_rows import csv_table
+from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
+from tests.warehouse.warehouse_rows import TRANSFORMER, csv_table
 from warehouse.exchange.published import parse_filename, read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
 CNN = (*MLP, "Avg DRAMA", "Status")
-TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
 
 
 def read(path):
@@ -31,10 +31,6 @@ def cnn(depth=3, arch="reverse_pyramid"):
     )
 
 
-TRANSFORMER = (
-    "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
-    "input_size:1000_num_samples:77_batch_size:8.out"
-)
 NAMES = {
     "an MLP": (
         mlp(),

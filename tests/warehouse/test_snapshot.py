@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from warehouse_rows import (
     ask,
     compact_at,
     copy_into,
+    failing,
     fill,
     findings_of,
     flip,
@@ -36,7 +38,7 @@ from warehouse.files.integrity import examine
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.views import VIEWS
 from warehouse.files.writer import RunWriter
-from warehouse.reading.checks import SEVERITIES, check
+from warehouse.reading.checks import SEVERITIES
 from warehouse.reading.pairing import diff
 from warehouse.snapshot import entry
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -143,8 +145,7 @@ def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, mon
     linked = take_snapshot(folder)
     path = folder.partition("runs", "cnn") / "J-000000.parquet"
     assert os.path.samefile(path, linked.folder.root / "runs" / "family=cnn" / path.name)
-    refused = OSError(18, "Invalid cross-device link")
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(refused))
+    monkeypatch.setattr(os, "link", failing(errno.EXDEV))
     copied = take_snapshot(folder)
     assert not os.path.samefile(path, copied.folder.root / "runs" / "family=cnn" / path.name)
     assert rows(folder, snapshot=copied.name) == rows(folder)
@@ -321,8 +322,7 @@ def test_a_difference_tells_columns_that_a_schema_gained(folder):
 
 def test_a_snapshot_in_order_has_no_findings(full):
     take_snapshot(full, "s")
-    with contextlib.closing(warehouse.connect(full, snapshot="s")) as connection:
-        assert check(connection) == []
+    assert findings_of(full, snapshot="s") == []
 
 
 WRONG = {

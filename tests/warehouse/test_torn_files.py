@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import NOW_S, ask, copy_into, flip, only_merged
+from warehouse_rows import NOW_S, ask, copy_into, failing, flip, only_merged
 from warehouse_rows import fill as fill_any
 
 import warehouse
@@ -281,14 +281,10 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(ten_merged):
 @contextlib.contextmanager
 def unopened(monkeypatch, folder):
     """Within, the footers of merged files cannot be read, as where too many files are open."""
-
-    def fail(*_arguments, **_options):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     for path in folder.partition("runs", "cnn").glob("merged-*.parquet"):
         os.utime(path)  # so nothing is known of it
-    with monkeypatch.context() as failing:
-        failing.setattr(pq, "read_metadata", fail)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pq, "read_metadata", failing(errno.EMFILE))
         yield
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, compact_at, fill, kernels, ranks, run_row, samples, unreadable
+from warehouse_rows import ask, collocations, compact_at, failing, fill, kernels, ranks, run_row, samples, unreadable
 
 import warehouse
 from warehouse.files.counting import counting_merged_names
@@ -192,12 +192,8 @@ def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_cannot_be_read
     writer = RunWriter(folder)
     writer.write(run_row(0), samples())
     path = plant(folder, new_merged_name())
-    with monkeypatch.context() as failing:
-
-        def fail(*_arguments, **_options):
-            raise OSError(code, os.strerror(code))
-
-        failing.setattr(pq, reader, fail)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pq, reader, failing(code))
         for land in (writer.write, lambda run, _: writer.has_landed("cnn", run["run_id"])):
             with pytest.raises(OSError, match=os.strerror(code)):
                 land(run_row(3), samples())
@@ -253,8 +249,8 @@ def test_a_disk_that_does_not_give_one_family_s_file_leaves_the_others_to_be_mer
     for family in ("cnn", "mlp"):
         fill(folder, range(4), family=family)
     target = plant(folder, new_merged_name(), "J-000009")
-    failing = target if part == "runs" else listing_file(folder, "runs", target.name)
-    with unreadable(monkeypatch, lambda opened: opened == failing):
+    refused = target if part == "runs" else listing_file(folder, "runs", target.name)
+    with unreadable(monkeypatch, lambda opened: opened == refused):
         report = compact_at(folder, 0)
     assert {place.split("/")[1] for place in report.merged if place.startswith("runs")} == {"family=mlp"}
     assert any("of cnn: not compacted now" in problem for problem in report.problems)

@@ -39,6 +39,11 @@ GPUMEMNET_HEADER = (
     "Avg DRAMA",
     "Status",
 )  # of a file of its MLPs
+TRANSFORMER = (
+    "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
+    "input_size:1000_num_samples:77_batch_size:8.out"
+)
+TIMM_HEADER = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
 
 
 def run_row(index: int, **changes) -> dict:
@@ -115,9 +120,9 @@ def ask_plainly(folder, sql: str) -> list[tuple]:
         return connection.execute(sql).fetchall()
 
 
-def findings_of(folder):
-    """The checks' findings in a folder's rows."""
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+def findings_of(folder, **how):
+    """The checks' findings in a folder's rows. how: as `warehouse.connect` takes it."""
+    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
         return check(connection)
 
 
@@ -160,8 +165,8 @@ def unreadable(monkeypatch, is_chosen: Callable[[Path], bool], code: int = errno
             raise OSError(code, os.strerror(code), str(opened))
         return really_open(opened)
 
-    with monkeypatch.context() as failing:
-        failing.setattr(plain_file, "open_plain", fail)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(plain_file, "open_plain", fail)
         yield
 
 
@@ -171,13 +176,18 @@ def only_merged(folder, kind: str = "runs"):
     return path
 
 
+def failing(code: int) -> Callable:
+    """A function that fails with this `errno` whenever it is called."""
+
+    def fail(*_arguments, **_options):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def take_no_files(monkeypatch) -> None:
     """Fail each writing of the file of views, as on a disk that may only be read."""
-
-    def refuse(*_arguments):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
+    monkeypatch.setattr("warehouse.files.views.write_file", failing(errno.EROFS))
 
 
 KILL_CHILDREN = """
