@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from conf.units import MIB
-from featurize.memory.allocator_settings import AllocatorSettings, round_to_512
+from featurize.memory.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings, round_to_512
 
 SMALL_REQUEST = MIB  # requests up to this go to the small pool
 SMALL_SEGMENT = 2 * MIB
@@ -199,7 +199,7 @@ class CachingAllocator:
         total_bytes: int | None = None,
         address_space: AddressSpace | None = None,
     ) -> None:
-        settings = settings if settings is not None else AllocatorSettings()
+        settings = settings if settings is not None else DEFAULT_SETTINGS
         self.settings = settings
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0

@@ -120,6 +120,9 @@ class AllocatorSettings:
         return round_to_512 if not any(d > 1 for d in divisions) else lambda nbytes: _round_by(divisions, nbytes)
 
 
+DEFAULT_SETTINGS = AllocatorSettings()
+
+
 def round_to_512(nbytes: int) -> int:
     """Return the block size without `roundup_power2_divisions`."""
     return (nbytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES

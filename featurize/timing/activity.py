@@ -400,15 +400,16 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
     drama_s = calls.count * kernels.memory_s * (1 - kernels.cached)
     busy_s = calls.count * timed.seconds
     above_idle_j = float((busy_s * (timed.watts - spec.idle_power_w)).sum())
-    return StepActivity(
-        smact=_ratio(float(active.sum()) / step_s),
-        smocc=_ratio(float((active * timed.occupancy).sum()) / step_s),
-        drama=_ratio(float(drama_s.sum()) / step_s),
-        fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s(calls, spec)).sum()) / step_s),
-        tensor=_ratio(float((math_s * tensor).sum()) / step_s),
-        gpu_util=_ratio(float(busy_s.sum()) / step_s),
-        power_w=spec.idle_power_w + above_idle_j / step_s,
-    )
+    active_s = {
+        "smact": active.sum(),
+        "smocc": (active * timed.occupancy).sum(),
+        "drama": drama_s.sum(),
+        "fp32a": (math_s * ~tensor).sum() + (calls.count * pointwise_s(calls, spec)).sum(),
+        "tensor": (math_s * tensor).sum(),
+        "gpu_util": busy_s.sum(),
+    }
+    ratios = {name: min(1.0, max(0.0, float(seconds) / step_s)) for name, seconds in active_s.items()}
+    return StepActivity(**ratios, power_w=spec.idle_power_w + above_idle_j / step_s)
 
 
 def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -454,7 +455,3 @@ def _class_of(kind: str, group: str, tensor: bool) -> str:
     if kind.startswith(_ROWS):
         return "rows"
     return kind if kind in ("reduction", "optimizer") else "elementwise"
-
-
-def _ratio(value: float) -> float:
-    return min(1.0, max(0.0, value))

@@ -83,7 +83,7 @@ class LearnedEfficiencies:
     fitted_on: Mapping[str, int]
     sharded: float
 
-    @property
+    @functools.cached_property
     def latency_s(self) -> float:
         """The part of each kernel's time that is not work, in seconds."""
         return float(np.exp(self.parameters.single["latency_us"])) * 1e-6

@@ -239,9 +239,8 @@ class SecondStep:
 def kept_by(step: TrainingStep) -> State | None:
     """Return the state of a step's model and loss, and of the generators of random numbers on the host: a model may
     draw which of its layers run."""
-    return state_of(
-        step.model, step.loss, torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    )
+    of_python = hash(random.getstate())
+    return state_of(step.model, step.loss, torch.default_generator.get_state(), of_python, np.random.get_state())
 
 
 def state_of(*roots: object) -> State | None:
