@@ -14,7 +14,8 @@ import sqlite3
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,26 @@ def _value(content: bytes) -> Any:
         return json.loads(content)
 
 
+_waiting: ContextVar[dict[str, Any] | None] = ContextVar("values of `kept_at_once`", default=None)
+
+
+@contextlib.contextmanager
+def kept_at_once() -> Iterator[None]:
+    """Store what is kept inside in one transaction, at the end."""
+    waiting: dict[str, Any] = {}
+    outer = _waiting.set(waiting)
+    try:
+        yield
+    finally:
+        _waiting.reset(outer)
+        keep(waiting)
+
+
 def keep(values: Mapping[str, Any]) -> None:
     """Store values, which must fit into JSON, in the user's cache."""
-    if values and (cache := user_cache()) is not None:
+    if (waiting := _waiting.get()) is not None:
+        waiting.update(values)
+    elif values and (cache := user_cache()) is not None:
         cache.write(
             (f"{code_version()} {name}", json.dumps(value, check_circular=False).encode())
             for name, value in values.items()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError
-from conf.files.disk_cache import keep, recall
+from conf.files.disk_cache import keep, kept_at_once, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
 from featurize.timing.overlap import SimulatedStep
@@ -117,11 +117,12 @@ def answer_on(
     keys = [_digest(key, platform, platform.device.interconnect) for platform in platforms]
     outcomes = _recall(keys)
     missing = {answer_key: on for answer_key, on in zip(keys, platforms, strict=True) if answer_key not in outcomes}
-    if missing:
-        made = _make_estimates(request, list(missing.values()), False, traces)
-        outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
-    estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
-    keep({f"answer {new}": estimates[new].to_mapping() for new in missing if new in estimates})
+    with kept_at_once():
+        if missing:
+            made = _make_estimates(request, list(missing.values()), False, traces)
+            outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
+        estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
+        keep({f"answer {new}": estimates[new].to_mapping() for new in missing if new in estimates})
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
