@@ -29,8 +29,8 @@ def queue(folder):
 
 @pytest.fixture(autouse=True, scope="module")
 def no_sweeps(request):
-    """Have dispatchers not read the environment of each of the machine's processes, at their start and end, but in the
-    tests of that."""
+    """Leave out the sweeps of dispatchers in this process, which read the environment of every process of the machine;
+    `test_lock.py` shows them."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name != "test_lock.py":
             patch.setattr("farm.queue.leftovers.sweep_leftovers", lambda: None)

@@ -54,12 +54,13 @@ def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dea
 
 
 def test_what_the_users_own_record_names_is_ended_and_the_record_goes(folder, runtime, dead):
-    with waiting_process() as left:
+    with waiting_process() as left, waiting_process() as later:
         records = record_of(runtime, dead, [identity(left.pid), "1@1@00000000.1", "junk", 7, None])
-        marker = identity(left.pid)
+        markers = identity(left.pid), identity(later.pid)
         with hold_dispatcher_lock(folder.dispatcher_lock):
-            assert not alive(marker)
-    assert not records.exists()
+            assert not alive(markers[0]) and not records.exists()
+            record_of(runtime, dead, [markers[1]])
+        assert not alive(markers[1]) and not records.exists(), "at the end, too"
 
 
 def test_the_record_of_a_dispatcher_that_runs_is_left_alone(runtime):

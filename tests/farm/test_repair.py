@@ -241,26 +241,11 @@ def act(root):
 """
 
 
-def interrupt_at(folder, step):
-    left = iter(range(step - 1))
-
-    def replace(*arguments, really=os.replace, **options):
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return really(*arguments, **options)
-
-    with mock.patch("os.replace", replace), pytest.raises(KeyboardInterrupt):
-        repair(folder)
-
-
-@pytest.fixture(scope="module", params=["interrupted", pytest.param("killed", marks=pytest.mark.wide)])
-def end_at(request):
-    """End a repair of a folder before its `step`-th visible change; a process to kill takes as long as ten repairs."""
-    if request.param == "interrupted":
-        yield interrupt_at
-    else:
-        with killed_children(REPAIR) as kill:
-            yield lambda folder, step: kill(["replace"], step, str(folder.root))
+@pytest.fixture(scope="module")
+def kill_at():
+    """Kill a repair of a folder before its `step`-th visible change."""
+    with killed_children(REPAIR) as kill:
+        yield lambda folder, step: kill(["replace"], step, str(folder.root))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +253,9 @@ def end_at(request):
     # before the other samples' file is listed, and before the listing of one that goes aside
     [2, 6, *(pytest.param(step, marks=pytest.mark.wide) for step in (1, 3, 4, 5, 7, 8, 9, 10))],
 )
-def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, end_at, step):
+def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, kill_at, step):
     lose_one_run(ran)
-    end_at(ran, step)
+    kill_at(ran, step)
     repair(ran)
     samples, distinct, runs = plain_samples(ran)
     assert samples == distinct and runs >= N - 1 and again(ran, queue) == [2]
