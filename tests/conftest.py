@@ -234,35 +234,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
                 item.add_marker(pytest.mark.wide)
 
 
-_sharing_traces: Any = None  # the module of the last test, if its tests share their traces
+_module_of_traces: Any = None  # the last test's module, if it is marked `shares_traces`
 
 
 @pytest.fixture(autouse=True)
 def no_answers_of_other_tests(request: pytest.FixtureRequest) -> None:
-    """Forget answers, and traces but for those of a module with `shares_traces`: tests replace parts of what makes
-    them."""
-    global _sharing_traces
-    shared, _sharing_traces = (
-        _sharing_traces,
-        request.module if request.node.get_closest_marker("shares_traces") else None,
-    )
+    """Forget the answers and traces of earlier tests, which may have replaced parts of what makes them. Traces stay
+    from test to test within a module that is marked `shares_traces`."""
+    global _module_of_traces
+    module = request.module if request.node.get_closest_marker("shares_traces") else None
     forgotten = ["learn.estimation.answers"]
-    if shared is None or shared is not _sharing_traces:
+    if module is None or module is not _module_of_traces:
         forgotten.append("featurize.trace.trace_cache")
+    _module_of_traces = module
     for name in forgotten:
-        if (module := sys.modules.get(name)) is not None:
-            module.clear()
+        if (cache := sys.modules.get(name)) is not None:
+            cache.clear()
 
 
-# Tests of the file that other clients of DuckDB open, and of folders that cannot be written to.
-OF_VIEWS_FILE = ("compact", "folder", "full_disk", "read_only", "reader_cannot_write", "stale", "views")
+# Modules whose tests open the views file `warehouse.duckdb`, or make folders that cannot be written to.
+WITH_VIEWS_FILE = ("compact", "folder", "full_disk", "read_only", "reader_cannot_write", "stale", "views")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have data folders lack that file in other tests, but those of faults: making it takes longer than most tests."""
+    """Leave the views file out of data folders, except in these modules and in tests of faults: writing it takes longer
+    than most tests."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in OF_VIEWS_FILE:
+        if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in WITH_VIEWS_FILE:
             patch.setattr("warehouse.files.views.refresh", lambda folder: None)
         yield
 

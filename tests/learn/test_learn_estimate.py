@@ -15,9 +15,10 @@ from torch import nn
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import get_family, mlp
+from featurize.trace import trace_cache
 from featurize.training.training_step import Training
 from learn import FitSettings, estimate, estimate_many, fit
-from learn.estimation import platforms
+from learn.estimation import answers, platforms
 from learn.estimation.requests import job_of
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
 from learn.job.training_job import of_configs
@@ -158,6 +159,8 @@ def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_i
     usual = estimate(made, (4, 8))
     assert torch.equal(torch.get_rng_state(), before)
     for mode in (torch.no_grad, torch.inference_mode):
+        answers.clear()
+        trace_cache.clear()
         with mode():
             assert estimate(made, (4, 8)).peak_memory_mib == usual.peak_memory_mib
             assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()

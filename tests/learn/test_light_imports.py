@@ -124,7 +124,7 @@ def test_importing_the_command_module_is_refused_and_leaves_the_function_in_plac
     assert namespace[name] is function
 
 
-@pytest.mark.wide
 def test_a_script_that_compiles_nothing_brings_no_compiler(tmp_path):
+    """In a new process, as a user's: those of most tests are copies of one that is prepared."""
     (tmp_path / "train.py").write_text(f"import sys\nassert 'torch._dynamo.convert_frame' not in sys.modules{LOOP}")
     assert estimate_script(["python", str(tmp_path / "train.py")]).peak_memory_mib > 0
