@@ -413,7 +413,7 @@ def _is_installed(path: Path) -> bool:
 def is_installed(filename: str) -> bool:
     """Return whether a file is the standard library's, an installed library's, or this project's own code."""
     path = Path(filename).absolute()
-    if path.is_symlink():
+    if os.path.islink(path):  # unlike `Path.is_symlink`, False for a name that the system refuses
         path = path.resolve()
     # Libraries have thousands of files in hundreds of folders, and resolving a path looks at each folder above it.
     return _is_installed(path.parent) or _is_installed(path)
