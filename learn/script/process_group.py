@@ -257,6 +257,8 @@ def _refuse_shards(ranks: int) -> None:
         return
     replace_attribute(CPUOffload, "__init__", offload)
     replace_attribute(CPUOffloadPolicy, "__init__", _refusing(_OFFLOADED))
+    if "fsdp" not in refused_modes():
+        return
     for owner, name in (
         (FSDPState, "init"),
         (FullyShardedDataParallel, "__init__"),
@@ -264,8 +266,7 @@ def _refuse_shards(ranks: int) -> None:
         (Shard, "_shard_tensor"),
         (Replicate, "_replicate_tensor"),
     ):
-        if "fsdp" in refused_modes():
-            replace_attribute(owner, name, refuse_release)
+        replace_attribute(owner, name, refuse_release)
 
 
 def _refusing(reason: str) -> Callable[..., None]:
@@ -280,8 +281,9 @@ def _install_collectives(rank: RankZero) -> None:
     tensors on the host, and for objects, each rank is assumed to have this rank's."""
     all_reduce = dist.all_reduce
 
-    def gathered(gather: Callable[..., Any], outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = gather(outputs, tensor, *args, **kwargs)
+    def gathered(gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs, tensor, *_ = inspect.signature(gather).bind(*args, **kwargs).arguments.values()
+        work = gather(*args, **kwargs)
         rank.assign_gathered(outputs, tensor)
         return work
 
@@ -311,8 +313,8 @@ def _install_collectives(rank: RankZero) -> None:
         scatter=scatter,
         **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), _nothing),
         all_gather_object=_fill,
-        gather_object=lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
-        scatter_object_list=lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
+        gather_object=lambda obj, object_gather_list=None, *_, **__: _fill(object_gather_list or [], obj),
+        scatter_object_list=_scatter_objects,
         **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), refuse),
         **dict.fromkeys(("send_object_list", "recv_object_list"), refuse),
     )
@@ -329,20 +331,30 @@ def _nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:
     return _Done() if async_op else None
 
 
-def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
-    outputs[:] = [given] * len(outputs)
+def _fill(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _scatter_objects(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *_: Any, **__: Any
+) -> None:
+    _fill(scatter_object_output_list, (scatter_object_input_list or [None])[0])
 
 
 def _install_replicas(rank: RankZero) -> None:
     """Replace the functions of DistributedDataParallel, in this process."""
-    signature = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
+    begin = nn.parallel.DistributedDataParallel.__init__
+    signature = inspect.signature(begin)
     switches = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
 
+    @functools.wraps(begin)  # scripts look up which arguments the release has
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        bound.arguments.setdefault("broadcast_buffers", True)  # newer releases have None, and mean the same
         bound.apply_defaults()
         given = bound.arguments
+        # In newer releases, `forward_sync_buffers` overrides `broadcast_buffers`. Without either, buffers are sent.
+        choices = given.get("forward_sync_buffers"), given["broadcast_buffers"]
+        given["broadcast_buffers"] = next((choice for choice in choices if choice is not None), True)
         if not dist.is_initialized():
             raise RuntimeError("DistributedDataParallel needs torch.distributed.init_process_group first")
         if given["mixed_precision"] is not None:

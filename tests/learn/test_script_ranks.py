@@ -112,7 +112,7 @@ def test_shards_of_a_script_are_those_of_the_layout_that_it_chooses(script, opti
 @pytest.mark.parametrize(
     ("options", "before", "parallel", "settings"),
     [
-        ("--view", "", "ddp=8,gradient_as_bucket_view=true", {}),
+        ("--view --own-buffers", "", "ddp=8,gradient_as_bucket_view=true,broadcast_buffers=false", {}),
         ("--accumulate 4", "", "ddp=8", {"accumulation": 4}),
         ("", "--nnodes 2 --node-rank 1", "ddp=16,network_gb_s=50", {}),
     ],

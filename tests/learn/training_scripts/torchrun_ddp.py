@@ -1,6 +1,7 @@
 """A loop as tutorials of torchrun have it: a group by its environment, DistributedDataParallel, a sampler of shares."""
 
 import argparse
+import inspect
 import os
 
 import torch
@@ -31,8 +32,12 @@ def same_everywhere(value, device):
     dist.all_reduce(count)
     assert count.item() == value * dist.get_world_size()
     counts = [torch.zeros_like(count) for _ in values]
-    dist.all_gather(counts, count)
+    dist.all_gather(tensor_list=counts, tensor=count)
     assert {int(one) for one in counts} == {count.item()}
+    values[:] = [None] * len(values)
+    dist.gather_object(obj=value, object_gather_list=values)
+    dist.scatter_object_list(scatter_object_output_list=values[:1], scatter_object_input_list=values)
+    assert values == [value] * dist.get_world_size()
 
 
 def main():
@@ -41,10 +46,14 @@ def main():
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--always", action="store_true", help="reduce in each micro-step")
     parser.add_argument("--view", action="store_true")
+    parser.add_argument("--own-buffers", action="store_true")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     device = setup()
-    model = DDP(make_model().to(device), device_ids=[device], gradient_as_bucket_view=args.view)
+    newer, older = "forward_sync_buffers", "broadcast_buffers"
+    name = newer if newer in inspect.signature(DDP).parameters else older
+    buffers = {name: False} if args.own_buffers else {}
+    model = DDP(make_model().to(device), device_ids=[device], gradient_as_bucket_view=args.view, **buffers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(1024, 3, 32, 32), torch.randint(0, 10, (1024,)))
     sampler = DistributedSampler(data, shuffle=True)
