@@ -38,22 +38,69 @@ _OFFLOADED: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "offload_param": ("offload_param", (3,)),
 }
 # Keys that change neither memory nor operators of a step.
-_NO_MATTER = (
-    "scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler tensorboard wandb "
-    "csv_monitor comet comms_logger checkpoint aio dataloader_drop_last zero_allow_untested_optimizer "
-    "zero_force_ds_cpu_optimizer elasticity autotuning seed nebula timers activation_checkpointing disable_allgather "
-    "use_node_local_storage load_universal_checkpoint gradient_predivide_factor prescale_gradients sparse_gradients "
-    "fp32_allreduce"
+_NO_MATTER = frozenset(
+    {
+        "scheduler",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "memory_breakdown",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+        "checkpoint",
+        "aio",
+        "dataloader_drop_last",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "elasticity",
+        "autotuning",
+        "seed",
+        "nebula",
+        "timers",
+        "activation_checkpointing",
+        "disable_allgather",
+        "use_node_local_storage",
+        "load_universal_checkpoint",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "sparse_gradients",
+        "fp32_allreduce",
+    }
 )
-_NO_MATTER_OF_ZERO = (
-    "allgather_partitions allgather_bucket_size load_from_fp32_weights elastic_checkpoint ignore_unused_parameters "
-    "legacy_stage1 stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-    "gather_16bit_weights_on_model_save cpu_offload_use_pin_memory pipeline_loading_checkpoint override_module_apply "
-    "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory"
+_NO_MATTER_OF_ZERO = frozenset(
+    {
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+        "cpu_offload_use_pin_memory",
+        "pipeline_loading_checkpoint",
+        "override_module_apply",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "save_muon_momentum_buffer_in_memory",
+    }
 )
-_READ = (
-    f"{_ZERO} optimizer bf16 fp16 gradient_clipping gradient_accumulation_steps train_micro_batch_size_per_gpu "
-    "train_batch_size"
+_READ = frozenset(
+    {
+        _ZERO,
+        "optimizer",
+        "bf16",
+        "fp16",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+    }
 )
 # Keys that are supported with one value only: another value changes the step, and is not estimated.
 _ONLY: Mapping[str, Any] = {
@@ -72,7 +119,7 @@ _ONLY: Mapping[str, Any] = {
     "memory_efficient_linear": True,
     "mics_shard_size": -1,
 }
-_KNOWN_OF_ZERO = frozenset({"stage", *_FIELDS, *_OFFLOADED, *_ONLY, *_NO_MATTER_OF_ZERO.split()})
+_KNOWN_OF_ZERO = frozenset({"stage", *_FIELDS, *_OFFLOADED, *_ONLY, *_NO_MATTER_OF_ZERO})
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW does, by default.
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -169,12 +216,11 @@ class _Reader:
         if (clipping := self._number("gradient_clipping")) is not None and clipping > 0:
             self.training["clip_norm"] = float(clipping)
         micro_batch = self._read_batch()
-        read, ignored = sorted(_READ.split()), sorted(_NO_MATTER.split())
-        wanted = [key for key, value in self._given.items() if key not in (*read, *ignored) and not _is_off(value)]
-        if wanted:
+        others = {key: value for key, value in self._given.items() if key not in _READ and key not in _NO_MATTER}
+        if wanted := [key for key, value in others.items() if not _is_off(value)]:
             self.problems.append(
-                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(read)}; ignored, as no memory depends "
-                f"on it: {', '.join(ignored)}"
+                f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(_READ))}; ignored, as no "
+                f"memory depends on it: {', '.join(sorted(_NO_MATTER))}"
             )
         if self.problems:
             raise UsageError(f"deepspeed: {'; '.join(self.problems)}")

@@ -235,15 +235,34 @@ def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> S
 
 # -- DeepSpeed
 
-# Options with a value, and flags; a comma separates those with several names.
 _TEXTS = (
-    "--master_port, --master_addr, --node_rank, --launcher, --launcher_args, --enable_each_rank_log, --bind_core_list, "
-    "--ssh_port, --venv_script, --log_level, --num_nodes, --autotuning, --hostfile -H, --include -i, --exclude -e, "
-    "--num_gpus --num_accelerators"
+    "--master_port",
+    "--master_addr",
+    "--node_rank",
+    "--launcher",
+    "--launcher_args",
+    "--enable_each_rank_log",
+    "--bind_core_list",
+    "--ssh_port",
+    "--venv_script",
+    "--log_level",
+    "--num_nodes",
+    "--autotuning",
+    "--hostfile -H",
+    "--include -i",
+    "--exclude -e",
+    "--num_gpus --num_accelerators",
 )
 _FLAGS = (
-    "--module, --no_python, --no_ssh, --no_ssh_check, --force_multi, --save_pid, --bind_cores_to_rank, "
-    "--no_local_rank, --quiet -q"
+    "--module",
+    "--no_python",
+    "--no_ssh",
+    "--no_ssh_check",
+    "--force_multi",
+    "--save_pid",
+    "--bind_cores_to_rank",
+    "--no_local_rank",
+    "--quiet -q",
 )
 _REFUSED = {
     "no_python": "--no_python is not followed; give a Python script, or a module with --module",
@@ -254,9 +273,9 @@ _REFUSED = {
 
 def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
     parser = argparse.ArgumentParser()
-    for names in _TEXTS.split(", "):
+    for names in _TEXTS:
         parser.add_argument(*names.split())
-    for names in _FLAGS.split(", "):
+    for names in _FLAGS:
         parser.add_argument(*names.split(), action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)

@@ -50,7 +50,17 @@ _WITHOUT_WORKERS = {
     "timeout": 0,
 }
 _LOOPBACK = ("127.", "::1", "localhost")
-_LOGGERS = "wandb mlflow comet_ml neptune aim clearml swanlab tensorboardX torch.utils.tensorboard"
+_LOGGERS = (
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "neptune",
+    "aim",
+    "clearml",
+    "swanlab",
+    "tensorboardX",
+    "torch.utils.tensorboard",
+)
 
 
 def contain(saved: Path) -> SavedFiles:
@@ -174,7 +184,7 @@ class _Silent(types.ModuleType):
 
 
 def _logger_of(name: str) -> str | None:
-    return next((logger for logger in _LOGGERS.split() if f"{name}.".startswith(f"{logger}.")), None)
+    return next((logger for logger in _LOGGERS if f"{name}.".startswith(f"{logger}.")), None)
 
 
 def _is_installed(logger: str) -> bool:

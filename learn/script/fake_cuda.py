@@ -362,14 +362,29 @@ def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
     """Return the versions that a build of PyTorch reports of itself and its libraries. On AMD, MIOpen and RCCL are
     reported as cuDNN and NCCL. For the MI200 and MI300 series, PyTorch reports an architecture name with two
     features."""
-    if (target := spec.llvm_target) is not None:
-        libraries: dict[str, Any] = {"cuda": None, "hip": "6.4.43482", "cudnn": 3_04_000, "nccl": (2, 22, 3)}
-        arch_name, has_tf32 = f"{target}:sramecc+:xnack-", spec.peak_tflops.tf32 is not None
-        return types.SimpleNamespace(**libraries, compiled_for=target, arch_name=arch_name, bf16=True, tf32=has_tf32)
-    libraries = {"cuda": "12.8", "hip": None, "cudnn": 91002, "nccl": (2, 26, 2)}
+    if spec.llvm_target is not None:
+        return types.SimpleNamespace(
+            cuda=None,
+            hip="6.4.43482",
+            cudnn=3_04_000,
+            nccl=(2, 22, 3),
+            compiled_for=spec.llvm_target,
+            arch_name=f"{spec.llvm_target}:sramecc+:xnack-",
+            bf16=True,
+            tf32=spec.peak_tflops.tf32 is not None,
+        )
     major, minor = spec.architecture.torch_capability
-    newer = (major, minor) >= (8, 0)
-    return types.SimpleNamespace(**libraries, compiled_for=f"sm_{major}{minor}", arch_name="", bf16=newer, tf32=newer)
+    is_newer = (major, minor) >= (8, 0)
+    return types.SimpleNamespace(
+        cuda="12.8",
+        hip=None,
+        cudnn=91002,
+        nccl=(2, 26, 2),
+        compiled_for=f"sm_{major}{minor}",
+        arch_name="",
+        bf16=is_newer,
+        tf32=is_newer,
+    )
 
 
 def _properties_of(spec: DeviceSpec) -> types.SimpleNamespace:

@@ -43,13 +43,23 @@ SAVED, _RECORD = "saved", "record.json"  # in the folder of a run: the script's 
 LARGEST_FILE_BYTES = 2**30
 # The choices of a script that are recorded: names of `featurize.job.training_settings.Training`, the precision as a
 # reader needs it, and how cuDNN searches.
-_SETTINGS = {
-    str: "optimizer precision precision_in_words implementation zero_grad checkpointing",
-    bool: "cudnn_benchmark cudnn_allow_tf32 cudnn_deterministic channels_last checkpoint_reentrant compile",
-    int: "accumulation",
-    float: "clip_norm clip_value",
+SETTINGS: Mapping[str, type] = {
+    "optimizer": str,
+    "precision": str,
+    "precision_in_words": str,
+    "cudnn_benchmark": bool,
+    "cudnn_allow_tf32": bool,
+    "cudnn_deterministic": bool,
+    "channels_last": bool,
+    "implementation": str,
+    "accumulation": int,
+    "clip_norm": float,
+    "clip_value": float,
+    "zero_grad": str,
+    "checkpointing": str,
+    "checkpoint_reentrant": bool,
+    "compile": bool,
 }
-_TYPE_OF = {name: kind for kind, names in _SETTINGS.items() for name in names.split()}
 Stamp: TypeAlias = list[int] | None
 MOST_FILES = 2000  # files whose state is checked
 _CLOCK_NS = 20_000_000  # maximal lag of a file system's clock
@@ -69,7 +79,7 @@ class ScriptRecord:
 
     trace      trace of its first two optimizer steps; None where it did not reach them
     problem    why there is no trace, with the script's file and line where they are known
-    settings   the script's choices: names of `_SETTINGS`
+    settings   the script's choices: names of `SETTINGS`
     batch_size samples in a forward pass
     notes      actions that were suppressed or replaced
     parallel   layout of its processes; None for a single process
@@ -133,7 +143,7 @@ def record_of_json(content: Any) -> ScriptRecord:
 
 
 def _setting(name: str, value: Any) -> Setting:
-    if type(value) is not _TYPE_OF.get(name):
+    if type(value) is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return text_of(value)
