@@ -148,8 +148,8 @@ def test_every_described_device_since_volta_can_be_described_to_cudnn():
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):
-    monkeypatch.setattr(module, "missing_from_extra", lambda extra: f"x is not installed: {extra}")
-    with pytest.raises(EnvironmentProblem, match="x is not installed: cudnn"):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match=r"nvidia-cudnn-frontend is not installed: .*gpufarm\[cudnn\]"):
         installed_libraries()
 
 
@@ -161,7 +161,6 @@ def test_the_libraries_of_the_wheels_are_found_and_old_ones_are_refused(monkeypa
     header = tmp_path / "cudnn/include/cudnn_version.h"
     header.write_text("#define CUDNN_MAJOR 9\n#define CUDNN_MINOR 28\n#define CUDNN_PATCHLEVEL 1\n")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(module, "missing_from_extra", lambda extra: None)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
     found = installed_libraries()
     assert found.version == "9.28.1" and len(found.paths) == 4 and found.paths[-1].endswith("libcudnn.so.9")
