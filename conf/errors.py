@@ -19,6 +19,7 @@ __all__ = [
     "kept_from_exit",
     "refuse",
     "require_known",
+    "require_one_of",
     "shown",
     "unknown_name",
     "unknown_names",

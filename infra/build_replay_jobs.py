@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conf.errors import CommandError
 from farm.replaying.traces import JOBS_FILE, PUBLISHED_FILE
 from featurize.nets.vision import import_library
-from learn import Estimate, estimate
+from learn.estimation.estimating import estimate
+from learn.estimation.job_estimate import Estimate
 
 DEVICE = "A100-SXM4-40GB"
 MACHINE = "current"  # the published memory of small jobs is too small for eagerly loaded kernels

@@ -131,7 +131,7 @@ def _takes_winograd(call: LibraryCall) -> bool:
     return {*convolution.stride, *convolution.dilation} == {1}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def guesses_of(spec: DeviceSpec) -> tuple[bool, int, str]:
     """Return all properties of a GPU model that `workspace_bytes` depends on: equal ones have equal guesses."""
     return spec.multiplies_fp32, spec.architecture.blas_workspace_bytes, spec.architecture.vendor

@@ -233,10 +233,9 @@ class Draft:
         if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             features = self._steps.features(self.case)
         if features is not None:
-            for target in (target for target in TARGETS if target not in self.by):
-                self._set(
-                    target, features[traced_column(get_target(target))], "trace", loop_named(self.case.training_loop)
-                )
+            loop = loop_named(self.case.training_loop)
+            for target in [target for target in TARGETS if target not in self.by]:
+                self._set(target, features[traced_column(get_target(target))], "trace", loop)
             text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
             self.notes.append(Note("stored-trace", INFO, text))
         if self.memory is None:

@@ -226,9 +226,9 @@ def print_json(title: str, estimate: Estimate, past: PastRun | None) -> None:
 
 
 class ShownFigure(NamedTuple):
-    """A figure as it is shown: the fields of `_FIGURES`, and of an estimate
+    """A figure of an estimate as it is shown: the columns of `_FIGURES`, and
 
-    value    None: not known
+    value    the figure; None: not known
     basis    its condition: `machine current` for memory placed by a profile, else `loop resident`
     by       its estimator
     """
