@@ -157,7 +157,8 @@ def _as_own_key(override: Override, spellings: Mapping[str, str]) -> Override:
     is_list = override.choice.startswith("[")
     if is_list and (own := spellings.get(f"{override.key}[")):
         return Override("", own, override.choice)
-    return replace(override, plus="", key=own) if (own := spellings.get(override.key)) else override
+    own = spellings.get(f"{override.plus[:1]}{override.key}")
+    return replace(override, plus="", key=own) if own else override
 
 
 def _chosen(key: Key, override: Override) -> tuple[str, Mapping[str, Any] | None]:

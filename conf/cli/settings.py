@@ -381,7 +381,7 @@ class Checked:
 
     COMMON: keys that `--help` explains, in this order; empty: all
     POSITIONAL: key that an argument without `KEY=` sets, the first with white space
-    SPELLINGS: other spelling of a key -> the key; `NAME[` is a list that is given for `NAME`
+    SPELLINGS: other spelling of a key, as in `+NAME` -> the key; `NAME[` is a list that is given for `NAME`
     """
 
     COMMON: ClassVar[Sequence[str]] = ()

@@ -127,7 +127,7 @@ class SubmitSettings(SampledSettings):
     yes=true.
     """
 
-    SPELLINGS: ClassVar = {"arch[": "families", "collocate": "collocate"}  # +collocate=pairs is the same
+    SPELLINGS: ClassVar = {"arch[": "families", "+collocate": "collocate"}
 
     n: int = key(help="number of trials", kind="int 1 to 10000000")
     parallel: Any = key(

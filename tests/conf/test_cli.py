@@ -49,6 +49,12 @@ def test_a_mistake_names_what_is_known_or_how_to_write_it(capsys, arguments, wor
     assert words in capsys.readouterr().err
 
 
+def test_a_share_of_pairs_has_a_second_spelling_without_a_plus(capsys):
+    assert cli.load_config(settings_class("grow"), ["grow.collocate=0.2"]).collocate == 0.2
+    assert _run(["+grow.collocate=0.2", "n=5"], name="grow") == 2
+    assert "unknown key 'grow.collocate'; did you mean collocate?" in capsys.readouterr().err
+
+
 def _space(*overrides, family="cnn"):
     from omegaconf import OmegaConf
 
