@@ -143,12 +143,13 @@ class SavedFiles:
         }
 
     def _full(self, path: Any) -> str | None:
-        """Return the absolute path; None for the number of an open file, and for this project's own files."""
+        """Return the absolute path; None for the number of an open file, a name that no file can have, and this
+        project's own files."""
         try:
             full = os.path.abspath(os.fsdecode(path))
         except TypeError:
             return None
-        return None if full.startswith(self._apart) else full
+        return None if full.startswith(self._apart) or "\0" in full else full
 
     def _mode(self, path: str) -> int:
         try:

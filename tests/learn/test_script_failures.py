@@ -279,8 +279,8 @@ def test_sigterm_of_the_command_ends_the_script_with_its_daemon_and_leaves_no_fo
 # -- a script that ran before is answered from disk, as long as all that it looked at is as it was
 
 
-LOOKED_AT = "os.path.exists('more.txt') + os.path.exists('longer than a name may be' * 12)"
-TRAIN = f"import os, widths\nwidth = widths.WIDTH + {LOOKED_AT}\n" + LOOP.replace("8", "width")
+NAMES = "('more.txt', 'longer than a name may be' * 12, 'a\\0b')"
+TRAIN = f"import os, widths\nwidth = widths.WIDTH + sum(map(os.path.exists, {NAMES}))\n" + LOOP.replace("8", "width")
 
 
 @pytest.fixture
