@@ -217,7 +217,7 @@ def settle(folder, runs, families=("cnn",)):
 
 
 def at_steps(families, runs, compactions, first, *others):
-    """Cases of a kind; `make test` runs the first, where there is one."""
+    """Cases of a kind; `make test` runs the one with step `first`, or none of them if it is None."""
     wide = [pytest.param(families, runs, compactions, step, marks=pytest.mark.wide) for step in others]
     return wide if first is None else [(families, runs, compactions, first), *wide]
 

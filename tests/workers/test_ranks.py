@@ -63,7 +63,7 @@ def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worke
 
 
 class Profiled(Sensor):
-    """A GPU's sensor in place of one."""
+    """A stand-in for a GPU's profiling counters."""
 
     name, metrics, period_s = "gpm", ("smact",), 0.001
 

@@ -29,8 +29,8 @@ def mlp(**changes):
 
 
 def task(config, window=SHORT, index=0, **settings):
-    settings = TrialSettings(window=window, **settings)
-    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
+    trial = TrialSettings(window=window, **settings)
+    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=trial)
 
 
 class InBackground:

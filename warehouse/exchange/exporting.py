@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from conf.cli.settings import Checked, key
-from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, require_one_of
 from conf.files.outputs import folder_problems, write_file
 from warehouse.exchange.dataset import (
     ALWAYS_THERE,
@@ -168,8 +168,7 @@ def _runs(
             name for (name,) in connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen}").fetchall()
         }
         for name in settings.families:
-            if name not in families:
-                raise unknown_name(f"family with {settings.source} runs", name, families)
+            require_one_of(f"family with {settings.source} runs", name, families)
     table = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()

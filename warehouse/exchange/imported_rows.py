@@ -23,7 +23,7 @@ import pyarrow as pa
 import yaml
 
 from conf.cli.settings import group_options
-from conf.errors import UsageError, refuse, shown, unknown_name
+from conf.errors import UsageError, refuse, require_one_of, shown
 from conf.files.identity import canonical_json, mapping_hash
 from warehouse.files.writer import run_problems
 from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
@@ -367,8 +367,7 @@ class CsvMapping:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.family not in group_options("arch"):
-            raise unknown_name("family", self.family, group_options("arch"))
+        require_one_of("family", self.family, group_options("arch"))
         problems = []
         for key, given_names in (("columns", self.columns), ("constants", self.constants)):
             unknown = [

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem, shown, unknown_name
+from conf.errors import EnvironmentProblem, require_one_of, shown
 from conf.files.identity import canonical_json
 from conf.plain_text import first_line
 from warehouse.exchange.imported_rows import (
@@ -170,8 +170,7 @@ def _cells(line: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _look_up(column: str, name: str, known: Mapping[str, Entry]) -> Entry:
-    if name not in known:
-        raise unknown_name(column, name, known)
+    require_one_of(column, name, known)
     return known[name]
 
 

@@ -10,7 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
@@ -34,6 +34,7 @@ from warehouse.tables.schema import (
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
+    from warehouse.reading.connection import WarehouseConnection
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 
@@ -197,8 +198,8 @@ def schema_columns(schema: pa.Schema, table: str) -> str:
     )
 
 
-def count_rows(connection: Any) -> dict[str, int]:
-    """Return the row count of each view; `connection` is DuckDB's or a `WarehouseConnection`."""
+def count_rows(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> dict[str, int]:
+    """Return the row count of each view."""
     each = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
     # `sql` would plan the statement twice, as a relation first.
     (counts,) = connection.execute(f"SELECT {each}").fetchall()
