@@ -191,6 +191,8 @@ def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, d
     assert not evil.exists()
     assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
     assert any("comes from stored data" in text for text in found.warnings)
+    assert found.answered_by["step_time"] == "trace" and found.step_time_ms > 0
+    assert "stored-trace" in [note.code for note in found.notes]
 
 
 @pytest.mark.parametrize(
