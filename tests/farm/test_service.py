@@ -184,7 +184,7 @@ def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):
 
 
 def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_json(
-    folder, handlers, capsys, monkeypatch
+    folder, handlers, capfd, monkeypatch
 ):
     def terminate():
         await_(lambda: dispatcher_of(folder.dispatcher_lock), "a service at work, which hears the signal")
@@ -195,7 +195,7 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
         other.submit(terminate)
         keys = ["wait=true", "cluster=inline", "log.format=json", "metrics.port=0"]
         assert run("work", work_module.entry, keys) == 130
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert [json.loads(line)["event"] for line in printed.out.splitlines()] == ["started", "left"]
     assert "metrics: http://127.0.0.1:" in printed.err
 

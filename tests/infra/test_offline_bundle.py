@@ -103,7 +103,7 @@ def index(tmp_path_factory):
 
 
 def pip_here(command, *arguments):
-    """Run pip in this process: to start one takes longer than what it does for most of the calls."""
+    """Run pip in this process: a start of pip takes longer than most of the calls."""
     from pip._internal.cli.main import main
 
     words = [command, "--quiet", "--disable-pip-version-check", "--no-deps", *map(str, arguments)]
