@@ -223,6 +223,14 @@ def test_an_older_folder_that_may_only_be_read_is_read(folder, newer_schema, mon
     assert sorted(folder.root.rglob("*")) == before
 
 
+def test_an_older_folder_with_a_torn_file_is_read_and_keeps_its_views_file(folder, newer_schema):
+    (folder.partition("runs", "cnn") / "torn.parquet").write_bytes(b"torn")
+    before = folder.warehouse.read_bytes()
+    newer_schema()
+    check_old_rows(folder)
+    assert folder.warehouse.read_bytes() == before
+
+
 def test_a_connection_that_was_open_before_reads_on_after_newer_runs_land(folder, newer_schema):
     with contextlib.closing(warehouse.connect(folder)) as connection:
         newer_schema()
