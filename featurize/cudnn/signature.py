@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, require_one_of
 
 OPERATIONS = ("forward", "data_gradient", "weight_gradient")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -123,10 +123,8 @@ def require_signature(signature: ConvolutionSignature) -> ConvolutionSignature:
     """Return the signature. Raises `UsageError` for an impossible one."""
     dimensions = len(signature.image)
     shapes = (signature.image, signature.kernel, signature.response)
-    if signature.operation not in OPERATIONS:
-        raise unknown_name("operation", signature.operation, OPERATIONS)
-    if signature.dtype not in DTYPES:
-        raise unknown_name("dtype", signature.dtype, DTYPES)
+    require_one_of("operation", signature.operation, OPERATIONS)
+    require_one_of("dtype", signature.dtype, DTYPES)
     lengths = {len(values) for values in (signature.stride, signature.padding, signature.dilation)}
     if dimensions not in (4, 5) or any(len(shape) != dimensions for shape in shapes) or lengths != {dimensions - 2}:
         raise UsageError("a convolution has shapes of 4 or 5 dimensions, and a stride for each spatial one")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
-from conf.errors import EnvironmentProblem, UsageError, refuse, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, refuse, require_one_of
 from conf.plain_text import exception_line
 from conf.units import MIB
 
@@ -528,8 +528,7 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
         EAGER: (context_mib, EAGER_KERNELS_MIB, float(CUDNN_MIB)),
         DESCRIBED: (spec.context_mib, 0.0, float(CUDNN_MIB)),
     }
-    if name not in figures_mib:
-        raise unknown_name("machine", name, MACHINES)
+    require_one_of("machine", name, MACHINES)
     if name == EAGER and spec.architecture.vendor == AMD:
         raise UsageError(
             f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: pass machine={CURRENT} or "

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import unknown_name
+from conf.errors import require_one_of
 
 if TYPE_CHECKING:
     from featurize.job.layers import Layer
@@ -47,8 +47,7 @@ def family_names() -> tuple[str, ...]:
 
 def get_family(name: str) -> ModuleType:
     """Return the family's module. Raises `UsageError`, with the known names, for an unknown one."""
-    if name not in family_names():
-        raise unknown_name("family", name, family_names())
+    require_one_of("family", name, family_names())
     return importlib.import_module(f"{__name__}.{name}")
 
 

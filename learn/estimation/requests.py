@@ -15,7 +15,7 @@ from pathlib import Path
 from pickle import Pickler
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack
 
-from conf.errors import UsageError, kept_from_exit, unknown_name
+from conf.errors import UsageError, kept_from_exit, require_one_of, unknown_name
 from conf.files.outputs import checked_output, write_output
 from featurize.configs.trial import TrialConfig, config_from_mapping, trusting
 from featurize.job.code_names import parse_trust
@@ -99,10 +99,10 @@ class AnswerOptions:
     known: tuple[KnownRun, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.estimator is not None and not (isinstance(self.estimator, str) and self.estimator in ESTIMATORS):
-            raise unknown_name("estimator", self.estimator, ESTIMATORS)
-        if self.loop is not None and self.loop not in LOOPS:
-            raise unknown_name("loop", self.loop, LOOPS)
+        if self.estimator is not None:
+            require_one_of("estimator", self.estimator, tuple(ESTIMATORS))
+        if self.loop is not None:
+            require_one_of("loop", self.loop, LOOPS)
         coverage = self.coverage
         if not isinstance(coverage, int | float) or isinstance(coverage, bool) or not 0.5 < coverage <= LEVEL:
             raise UsageError(

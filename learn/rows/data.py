@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError, require_one_of
 from conf.plain_text import first_few
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import known_device, load_device, plain_device, same_device
@@ -74,8 +74,7 @@ TARGETS: dict[str, Target] = {
 
 def get_target(name: str) -> Target:
     """Return the target of that name. Raises `UsageError`, with the known names, for an unknown one."""
-    if name not in TARGETS:
-        raise unknown_name("target", name, TARGETS)
+    require_one_of("target", name, TARGETS)
     return TARGETS[name]
 
 
