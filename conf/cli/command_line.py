@@ -225,8 +225,8 @@ def help_text(name: str, everything: bool) -> str:
     described = "\n".join(description(name)).replace("{arch}", ", ".join(group_options("arch")))
     rows: list[tuple[str, str]] = []
     documented = {key.name: key for key in documented_keys(settings_class(name))}
-    common = (not everything and settings_class(name).COMMON) or documented
-    for key in map(documented.__getitem__, common):
+    common = documented if everything else settings_class(name).COMMON or documented
+    for key in (documented[key_name] for key_name in common):
         choices = f" [{' | '.join(key.options)}]" if key.group else ""
         rows.append((f"{key.name}={key.written_default}", f"{key.text}{choices}".strip()))
         rows += [(f"  {inner.name}={inner.written_default}", inner.text) for inner in key.choice_keys]

@@ -144,7 +144,9 @@ def test_help_explains_the_common_keys_and_names_the_others_and_help_all_explain
 
 
 @pytest.mark.parametrize("sql", ["SELECT 1 AS one", "SELECT * FROM runs WHERE status = 'ok'"])
-def test_the_positional_argument_may_hold_an_equals_sign_and_is_no_other_value_with_spaces(sql):
+def test_the_positional_argument_may_hold_an_equals_sign_and_is_no_other_value_with_spaces(sql, capsys):
     seen = []
     assert _run([sql, "data=/tmp/my data", "format=csv"], seen.append, name="query") == 0
     assert [(one.sql, one.data, one.format) for one in seen] == [(sql, "/tmp/my data", "csv")]
+    assert _run([sql, "sql=SELECT 2"], name="query") == 2
+    assert "sql is given twice" in capsys.readouterr().err
