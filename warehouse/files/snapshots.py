@@ -31,7 +31,7 @@ from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
 from warehouse.files.merged import SNAPSHOT_LISTING, is_merged_name
-from warehouse.files.views import count_rows, view_statements
+from warehouse.files.views import ROW_COUNTS, VIEWS, view_statements
 from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
 from warehouse.tables.schema import KINDS, OF_RUNS, SCHEMA_VERSION, TABLES
 
@@ -272,7 +272,8 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
         try:
             for statement in view_statements(building):
                 connection.execute(statement)
-            return count_rows(connection)
+            (counts,) = connection.execute(ROW_COUNTS).fetchall()
+            return dict(zip(VIEWS, counts, strict=True))
         except duckdb.Error as error:
             if is_disk_error(error):
                 raise

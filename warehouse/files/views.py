@@ -34,9 +34,9 @@ from warehouse.tables.schema import (
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
-    from warehouse.reading.connection import WarehouseConnection
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
+ROW_COUNTS = "SELECT " + ", ".join(f"(SELECT count(*) FROM {view}) AS {view}" for view in VIEWS)  # one row
 
 SCHEME = "gpufarm"  # scheme of the paths that `warehouse.files.folder_files` serves
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
@@ -196,14 +196,6 @@ def schema_columns(schema: pa.Schema, table: str) -> str:
         else f"{table}.{field.name}"
         for field in schema
     )
-
-
-def count_rows(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> dict[str, int]:
-    """Return the row count of each view."""
-    each = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
-    # `sql` would plan the statement twice, as a relation first.
-    (counts,) = connection.execute(f"SELECT {each}").fetchall()
-    return dict(zip(VIEWS, counts, strict=True))
 
 
 def build(folder: DataFolder, path: Path) -> None:

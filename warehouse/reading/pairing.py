@@ -22,7 +22,7 @@ from conf.plain_text import counted
 from conf.reports.blocks import Block, Callout, Heading, Lead, table
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW, find_snapshot
-from warehouse.files.views import count_rows
+from warehouse.files.views import ROW_COUNTS, VIEWS
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.schema import ENVIRONMENT, LABELS, RUN_SCHEMA, TABLES
@@ -245,7 +245,9 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             "before.digest IS NOT DISTINCT FROM after.digest AS same "
             "FROM before FULL JOIN after ON before.run_id = after.run_id"
         )
-        rows_before, rows_after = map(count_rows, sides)
+        rows_before, rows_after = (
+            dict(zip(VIEWS, *side.execute(ROW_COUNTS).fetchall(), strict=True)) for side in sides
+        )
         return Difference(
             before=before,
             after=after,
