@@ -142,10 +142,10 @@ def _printable(text: str) -> str:
 
 def _require_libraries() -> None:
     """End the process with one line and exit code 2 if the command needs libraries that are not installed."""
-    from conf.cli.commands import SETTINGS, missing_from
+    from conf.cli.commands import TABLE, missing_from
 
     module = _module_to_run()
-    if module in SETTINGS and (problem := missing_from(module.partition(".")[0])):
+    if module in TABLE and (problem := missing_from(module.partition(".")[0])):
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
 

@@ -117,8 +117,8 @@ def operator_kernels(
     op: Operator, *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
     """Return an operator's kernels with their numbers of runs, and the host's launches. Args as in `kernel_calls`."""
-    # Without the fields from `module` on, which differ from layer to layer and do not affect the kernels.
-    plain = Operator._make((*op[: Operator._fields.index("module")], "", (), False, op.graphed))
+    # Without fields that differ from layer to layer and do not affect the kernels.
+    plain = op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
     return _of_operator(plain, tf32_products, tf32_convolutions, listed)
 
 

@@ -175,6 +175,16 @@ def trace_step(
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     had_compiler = "torch._dynamo" in sys.modules
+    trace = _attempt(model, request)
+    if not had_compiler and "torch._dynamo" in sys.modules:
+        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
+        del trace
+        trace = _attempt(model, request)
+    return trace
+
+
+def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
+    """Trace the step. What an attempt shows that the next one needs is noted in the request."""
     while True:
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
@@ -182,7 +192,7 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
                 with kept_from_exit():
                     tracing.build(model)
                     tracing.run()
-                    trace = tracing.result()
+                    return tracing.result()
             except (CommandError, TraceError):
                 raise
             except DoesNotRepeat:
@@ -190,19 +200,12 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
                     raise
                 request["every_pass"] = True
                 del tracing
-                continue
             except TraceAgain as again:  # at most once for each of its reasons
                 request |= again.request
                 del tracing  # its tensors end before the next attempt's begin
-                continue
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
                 raise TraceError(tracing.doing, operator, module, error) from error
-        if had_compiler or "torch._dynamo" not in sys.modules:
-            return trace
-        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
-        had_compiler = True
-        del trace, tracing
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"

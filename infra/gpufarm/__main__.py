@@ -64,14 +64,14 @@ def _own_packages() -> ModuleType:
 
 
 def _listing() -> str:
-    from conf.cli.commands import COMMANDS, SUMMARIES
+    from conf.cli.commands import COMMANDS, TABLE
 
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
             "usage: gpufarm COMMAND [KEY=VALUE ...]",
             "",
-            *(f"  {name:<{width}}  {SUMMARIES[name]}" for name in COMMANDS),
+            *(f"  {name:<{width}}  {TABLE[module].summary}" for name, module in COMMANDS.items()),
             "",
             "`gpufarm COMMAND --help` explains a command and its keys. `python -m farm.submit` is the same as",
             "`gpufarm submit`, and so on, but searches the working folder for modules first.",
