@@ -174,6 +174,8 @@ def _dry_run(settings: GrowSettings) -> int:
                 environment,
                 progress=lambda completed, total: status(f"choosing: {completed:,} of {total:,} candidates"),
             )
+    for text in plan.left_out:
+        print(f"choosing: {text}", file=sys.stderr)
     print(device_line)
     if again := plan.choice.remeasured:
         print(f"{machine.source} again first, as stale: {again:,}")

@@ -261,6 +261,8 @@ class NightWork:
 
     def _choose(self) -> ChoicePayload:
         plan = self._plan(self.earlier(), "choosing")
+        for text in plan.left_out:
+            print(f"choosing: {text}", file=sys.stderr)
         if remeasured := plan.choice.remeasured:
             self.say(f"{self.machine.source} again first, as stale: {remeasured:,}")
         for line in choice_lines(plan.choice, self.machine.source):

@@ -236,10 +236,12 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tonight's configurations in the order in which they run; `choice`: as the journal stores it, except its file."""
+    """Tonight's configurations in the order in which they run; `choice`: as the journal stores it, except its file;
+    `left_out`: as `Known.left_out`."""
 
     planned: tuple[Planned, ...]
     choice: ChoicePayload
+    left_out: tuple[str, ...]
 
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
@@ -312,12 +314,11 @@ def make_plan(
     remaining = None if settings.singles is None else settings.singles - len(stale)
     only_stale = ChoicePayload(runs=len(stale), remeasured=len(stale))
     if remaining == 0:
-        return Plan(stale, dataclasses.replace(only_stale, next_index=_positions(cycles)))
+        return Plan(stale, dataclasses.replace(only_stale, next_index=_positions(cycles)), known.left_out)
     pool = _pool(settings, cycles)
     if known.measured.issuperset(pool.hashes):
-        return Plan(
-            stale, dataclasses.replace(only_stale, next_index=_positions_after(settings, cycles, pool.next_index))
-        )
+        only_stale = dataclasses.replace(only_stale, next_index=_positions_after(settings, cycles, pool.next_index))
+        return Plan(stale, only_stale, known.left_out)
     forecaster = Forecaster(device=machine.spec, data=folder)
     if remaining is None:
         assert settings.hours is not None, "a night has a number of configurations or a time"
@@ -335,6 +336,7 @@ def make_plan(
             remeasured=len(stale),
             next_index=_positions_after(settings, cycles, choice.next_index),
         ),
+        known.left_out,
     )
 
 

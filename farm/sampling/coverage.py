@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +38,7 @@ class Known:
     labels    target -> (k,) in the target's unit, NaN if not measured
     out_of_memory  (k,) bool: the run did not fit, and has no figures
     seconds   (k,) wall time of each run, NaN if unknown
+    left_out  sentences on runs with a label from which nothing can be learned
     """
 
     measured: frozenset[str]
@@ -46,6 +46,7 @@ class Known:
     labels: Mapping[str, np.ndarray]
     out_of_memory: np.ndarray
     seconds: np.ndarray
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def nothing(cls) -> Known:
@@ -102,8 +103,6 @@ def known_runs(
             continue
         configs.append(config)
         labelled_rows.append(row)
-    for problem, run_ids in sorted(left_out.items()):
-        print(f"choosing: {named(run_ids)} left out: {problem}", file=sys.stderr)
     values = {
         name: np.array([np.nan if row[column] is None else row[column] for row in labelled_rows], dtype=float)
         for name, column in labels.items()
@@ -114,6 +113,7 @@ def known_runs(
         values,
         np.array([row["status"] == "oom" for row in labelled_rows], dtype=bool),
         np.array([np.nan if row["wall_s"] is None else row["wall_s"] for row in labelled_rows], dtype=float),
+        tuple(f"{named(run_ids)} left out: {problem}" for problem, run_ids in sorted(left_out.items())),
     )
 
 
@@ -136,12 +136,12 @@ def thin(known: Known, at_most: int, seed: int = 0) -> Known:
     first = np.searchsorted(kind[by_kind], kind[by_kind])
     number = np.arange(len(by_kind)) - first
     places = np.sort(by_kind[np.argsort(number, kind="stable")[:at_most]])
-    return Known(
-        known.measured,
-        tuple(known.configs[place] for place in places),
-        {name: values[places] for name, values in known.labels.items()},
-        known.out_of_memory[places],
-        known.seconds[places],
+    return replace(
+        known,
+        configs=tuple(known.configs[place] for place in places),
+        labels={name: values[places] for name, values in known.labels.items()},
+        out_of_memory=known.out_of_memory[places],
+        seconds=known.seconds[places],
     )
 
 

@@ -72,6 +72,11 @@ NIGHT = (
 )
 
 
+def test_a_dry_run_names_the_rows_that_are_left_out(data, capsys):
+    code, _, err = run("grow", grow_module, data, capsys, *NIGHT, "dry_run=true")
+    assert code == 0 and f"choosing: {ROWS} rows" in err and MODULE in err
+
+
 @pytest.mark.slow
 def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
     code, out, err = run("grow", grow_module, data, capsys, *NIGHT)
