@@ -346,6 +346,12 @@ def _install_replicas(rank: RankZero) -> None:
     begin = nn.parallel.DistributedDataParallel.__init__
     signature = inspect.signature(begin)
     switches = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+    ignored = (
+        "delay_all_reduce_named_params",
+        "skip_all_reduce_unused_params",
+        "bucket_cap_mb_list",
+        "batched_grad_copy",
+    )
 
     @functools.wraps(begin)  # scripts look up which arguments the release has
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -359,6 +365,9 @@ def _install_replicas(rank: RankZero) -> None:
             raise RuntimeError("DistributedDataParallel needs torch.distributed.init_process_group first")
         if given["mixed_precision"] is not None:
             raise RuntimeError(_MIXED)
+        for name in ignored:
+            if given.get(name):
+                note(f"assumed: DistributedDataParallel's {name} changes neither memory nor messages")
         mesh, process_group = given["device_mesh"], given["process_group"]
         if mesh is not None:
             process_group = mesh.get_group(mesh_dim=0)

@@ -277,6 +277,15 @@ def test_one_process_of_distributed_training_holds_its_buckets(tmp_path, views, 
 
 
 @pytest.mark.slow
+@pytest.mark.needs_torch("2.13", "its DistributedDataParallel does not know the arguments")
+def test_arguments_of_replicas_that_are_not_followed_are_named(tmp_path):
+    plain, script = (run(tmp_path, f"(lambda net: DDP(net{more}))") for more in ("", ", batched_grad_copy=True"))
+    assumed = "assumed: DistributedDataParallel's batched_grad_copy changes neither memory nor messages"
+    assert assumed in script.warnings and assumed not in plain.warnings
+    assert script.breakdown == plain.breakdown
+
+
+@pytest.mark.slow
 def test_replicas_of_some_ranks_talk_among_these(tmp_path):
     some, two = (
         run(tmp_path, f"(lambda net: DDP(net{more}))", command=("torchrun", f"--nproc-per-node={ranks}"))
