@@ -365,15 +365,10 @@ def cudnn_of(torch_version: str) -> Version | None:
     return _CUDNN_OF_TORCH.get((int(release[1]), int(release[2]))) if release is not None else None
 
 
-def require_release(given: object) -> str | None:
-    """Return a release of PyTorch whose cuDNN is known, as text such as `2.4`; None for None.
-
-    Raises:
-        UsageError: Not a release, or an unknown one; the message gives the known range.
-    """
-    if given is None:
-        return None
+def require_release(given: object) -> None:
+    """Raise `UsageError` unless this is a release of PyTorch whose cuDNN is known, as text such as `2.4`. The message
+    gives the known range."""
     if isinstance(given, str) and re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", given) and cudnn_of(given) is not None:
-        return given
+        return
     oldest, newest = (".".join(map(str, pick(_CUDNN_OF_TORCH))) for pick in (min, max))
     raise UsageError(f"torch_version is a release of PyTorch as text, {oldest} to {newest}, got {given!r}")

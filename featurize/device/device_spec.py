@@ -510,6 +510,7 @@ class MachineProfile:
 PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
 
 
+@functools.lru_cache(maxsize=256)
 def machine(name: str, spec: DeviceSpec) -> MachineProfile:
     """Return one of the packaged profiles, for one GPU model.
 

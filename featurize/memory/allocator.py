@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from conf.units import MIB
-from featurize.memory.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings, round_to_512
+from featurize.memory.allocator_settings import DEFAULT_SETTINGS, AllocatorSettings
 
 SMALL_REQUEST = MIB  # requests up to this go to the small pool
 SMALL_SEGMENT = 2 * MIB
@@ -214,7 +214,7 @@ class CachingAllocator:
             self._allowed = int(fraction * total)
             self._collect_above = None if share is None else int(share * self._allowed)
         self._capacity = UNLIMITED if capacity_bytes is None else capacity_bytes
-        self._round = None if settings.size_rounding() is round_to_512 else settings.size_rounding()
+        self._round = settings.size_rounding() if settings.roundup_power2_divisions else None
         self._large_segment = settings.large_segment_size_mb * MIB
         self._max_split = UNLIMITED if settings.max_split_size_mb is None else settings.max_split_size_mb * MIB
         rounding = settings.max_non_split_rounding_mb
@@ -242,7 +242,10 @@ class CachingAllocator:
             return None
         size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
         pools = self._pools.get(stream)
-        pool = (pools if pools is not None else self._new_pools(stream))[size > SMALL_REQUEST]
+        if pools is None:
+            small = Pool(small=True, stream=stream, least_rest=LEAST_REST_SMALL)
+            self._pools[stream] = pools = small, Pool(small=False, stream=stream, least_rest=self._least_rest)
+        pool = pools[size > SMALL_REQUEST]
         keys = pool.keys
         position = bisect_left(keys, size << KEY_SHIFT)
         if self._picky:
@@ -342,13 +345,6 @@ class CachingAllocator:
 
     # ---- the rules for requests that the default best fit does not decide
 
-    def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
-        self._pools[stream] = pools = (
-            Pool(small=True, stream=stream, least_rest=LEAST_REST_SMALL),
-            Pool(small=False, stream=stream, least_rest=self._least_rest),
-        )
-        return pools
-
     def _pick(self, pool: Pool, position: int, size: int) -> int:
         """Return the index of the free piece for the request, from the best fit on; the number of pieces if there is
         none."""
@@ -398,16 +394,13 @@ class CachingAllocator:
             return SMALL_SEGMENT
         return self._large_segment if size < MIDDLE_REQUEST else -(-size // LARGE_STEP) * LARGE_STEP
 
-    def _fits(self, nbytes: int) -> bool:
-        return self.reserved_bytes + nbytes <= self._capacity
-
     def _grow(self, pool: Pool, size: int) -> Piece | None:
         segment = self._segment_bytes(size)
         if self._allowed is not None and self.reserved_bytes + segment > self._allowed:
             return None
         if self._expandable:
             return self._expand(pool, size)
-        if not self._fits(segment):
+        if self.reserved_bytes + segment > self._capacity:
             return None
         address = self._addresses.take(segment, "segment_alloc")
         self._reserve("segment_alloc", address, segment, pool)
@@ -515,7 +508,7 @@ class CachingAllocator:
 
     def _new_segment(self, pool: Pool, size: int) -> Piece | None:
         page = self._page(pool)
-        if not self._fits(-(-size // page) * page):
+        if self.reserved_bytes + -(-size // page) * page > self._capacity:
             return None
         reserved = -(-max(self._address_bytes, size) // page) * page
         base = self._addresses.take(reserved, "segment_map")
@@ -527,7 +520,7 @@ class CachingAllocator:
         """Map pages to the front of an unmapped piece, merged with free neighbours. False if they do not fit."""
         pool, page = piece.pool, self._page(piece.pool)
         size = -(-size // page) * page
-        if not self._fits(size):
+        if self.reserved_bytes + size > self._capacity:
             return False
         address = piece.address
         del pool.unmapped[address]

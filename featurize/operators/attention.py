@@ -66,9 +66,11 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
         attends: Called with the width of a head for each call of PyTorch's own function.
     """
     attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
-    xformers = functools.partial(functools.partial, _attend_xformers)
-    yield from as_installed()
-    yield from if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers)
+    if "transformers" in sys.modules:
+        yield from as_installed()
+    if "xformers" in sys.modules:
+        xformers = functools.partial(functools.partial, _attend_xformers)
+        yield from if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers)
     yield F, "scaled_dot_product_attention", attend
 
 

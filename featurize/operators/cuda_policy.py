@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -155,9 +156,9 @@ def as_on_cuda(
     head for each call of attention."""
     with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
         changes = (
-            *detection_as_trained(autocast, assume),
+            *(detection_as_trained(autocast, assume) if "torchvision" in sys.modules else ()),
             *attention.as_on_gpu(autocast, kernels, attends),
-            *liger_on_gpu(),
+            *(liger_on_gpu() if "liger_kernel" in sys.modules else ()),
             (torch.autograd.profiler, "record_function", functools.partial(_unmarked, threading.get_ident())),
             *((owner, "dropout", functools.partial(_dropout, owner.dropout)) for owner in (F, torch)),
             *((_VF, name, functools.partial(_recurrent, name, getattr(_VF, name), autocast)) for name in _MODES),

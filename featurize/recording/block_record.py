@@ -131,15 +131,11 @@ class BlockRecord:
 
     # -- the caller's notes on tensors
 
-    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Record blocks that exist before the first step."""
-        for tensor in meta_tensors(tensors):
-            self.see(tensor.untyped_storage(), kind)
-
     def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
         """Record blocks that exist before the first step and take no memory of the device."""
         self.nowhere += 1
-        self.hold(tensors, "parameter")
+        for tensor in meta_tensors(tensors):
+            self.see(tensor.untyped_storage(), "parameter")
         self.nowhere -= 1
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
@@ -392,13 +388,6 @@ class OperatorRecord:
         finally:
             self._again = before
 
-    def begin_step(self, *, keep_operators: bool) -> None:
-        """Begin a step. Operators of earlier steps are dropped, so that none counts as a source of this step's."""
-        self.keep_operators = keep_operators
-        if self.operators:
-            self.operators = []
-            self.made_by = {block: made for block, made in self.made_by.items() if made == BATCH}
-
     def fused(
         self,
         func: OpOverload,
@@ -558,6 +547,7 @@ class ModuleStack:
 
     def __init__(self, model: nn.Module) -> None:
         self.running: list[str] = []
+        self.last = ""  # path of the module that was entered last
         self._paths: dict[int, str] = {}
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
         self.add(model)
@@ -572,9 +562,10 @@ class ModuleStack:
         """Return whether a module has a path."""
         return id(module) in self._paths
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, *_hook: object) -> None:
         """Record that a module's forward pass begins."""
-        self.running.append(self._paths.get(id(module), type(module).__name__))
+        self.last = self._paths.get(id(module), type(module).__name__)
+        self.running.append(self.last)
 
     def leave(self, *_hook: object) -> None:
         """Record that the innermost forward pass ends, or fails."""

@@ -18,7 +18,7 @@ from torch import nn
 from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
 from featurize.operators import attention
 from featurize.operators.table import MULTI_TENSOR, foreach_launches
-from featurize.recording.skeleton import build_on_meta, compiled_modules, empty_copy, remarks
+from featurize.recording.skeleton import build_on_meta, empty_copy, survey
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 
 _NUMBER = re.compile(r"\d+")
@@ -261,7 +261,8 @@ def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, o
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a new model on the meta device. None where its copy would lose what a trace notes."""
     model = attention.building(lambda: build_on_meta(factory))
-    return None if remarks(model) or compiled_modules(model) else empty_copy(model)
+    found = survey(model)
+    return None if found.notes or found.compiled else empty_copy(model)
 
 
 def alike_blocks(model: nn.Module) -> int:

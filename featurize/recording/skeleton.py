@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -310,26 +310,42 @@ PARALLEL = (
 )
 
 
-def remarks(model: nn.Module) -> tuple[str, ...]:
-    """Return a sentence for each kind of wrapper in the model whose effect the trace leaves out."""
-    return (PARALLEL,) if any(isinstance(module, nn.DataParallel) for module in model.modules()) else ()
+class Survey(NamedTuple):
+    """Wrappers and compiled parts of a model, which a copy of it no longer shows.
+
+    notes      a sentence for each kind of wrapper whose effect the trace leaves out
+    compiled   paths of the compiled modules, as they are in the `unwrapped` model
+    functions  whether modules hold compiled functions as attributes
+    """
+
+    notes: tuple[str, ...]
+    compiled: tuple[str, ...]
+    functions: bool
 
 
-def compiled_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the compiled modules, as they are in the `unwrapped` model. Call it before a copy is made:
-    the copy of a module that `nn.Module.compile` compiled is no longer compiled."""
-    if (inner := _compiled_inside(model)) is not None:
-        return ("",)
-    if (inner := _parallel_inside(model)) is not None:
-        return compiled_modules(inner)
-    paths = (path for path, module in model.named_modules() if is_compiled(module))
-    return tuple(".".join(part for part in path.split(".") if part != "_orig_mod") for path in paths)
+def survey(model: nn.Module) -> Survey:
+    """Return the wrappers and compiled parts of a model. Call it before a copy is made: the copy of a module that
+    `nn.Module.compile` compiled is no longer compiled."""
+    inner = model
+    while isinstance(inner, nn.DataParallel):
+        inner = inner.module
+    parallel, functions = inner is not model, False
+    paths = []
+    for path, module in inner.named_modules():
+        parallel |= isinstance(module, nn.DataParallel)
+        functions = functions or any(
+            type(value) in _FUNCTIONS and compiled_function(value) is not None for value in vars(module).values()
+        )
+        if is_compiled(module):
+            paths.append(".".join(part for part in path.split(".") if part != "_orig_mod"))
+    is_whole = _compiled_inside(inner) is not None
+    return Survey((PARALLEL,) if parallel else (), ("",) if is_whole else tuple(paths), functions)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model without the compiled modules in it, which would compile while they are traced, and without an
     nn.DataParallel around it. Changes the model."""
-    while (inner := _compiled_inside(model) or _parallel_inside(model)) is not None:
+    while (inner := model.module if isinstance(model, nn.DataParallel) else _compiled_inside(model)) is not None:
         model = inner
     for module in list(model.modules()):
         if getattr(module, _COMPILED_CALL, None) is not None:
@@ -385,10 +401,6 @@ def _compiled_inside(module: nn.Module) -> nn.Module | None:
     kind = type(module)  # compared by name: importing torch._dynamo takes a second
     by_call = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
     return module.get_submodule("_orig_mod") if by_call else None
-
-
-def _parallel_inside(module: nn.Module) -> nn.Module | None:
-    return module.get_submodule("module") if isinstance(module, nn.DataParallel) else None
 
 
 SAMPLES = 2  # batch norm in training refuses a single value per channel

@@ -32,7 +32,7 @@ from featurize.operators.torch_releases import complete, require_traceable
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.recorder import Recorder
-from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, compiled_modules, empty_copy, remarks, unwrapped
+from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, empty_copy, survey, unwrapped
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import (
     Inputs,
@@ -49,6 +49,7 @@ from featurize.recording.values import (
 from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.trace_cache import State
+from featurize.training.optimizers import state_tensors
 from featurize.training.rank import Rank, ReplicatedRank
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import (
@@ -174,38 +175,33 @@ def trace_step(
 
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
-    had_compiler = "torch._dynamo" in sys.modules
-    trace = _attempt(model, request)
-    if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
-        del trace
-        trace = _attempt(model, request)
-    return trace
-
-
-def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
     """Trace the step. What an attempt shows that the next one needs is noted in the request."""
+    had_compiler = "torch._dynamo" in sys.modules
     while True:
+        trace = None
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
             try:
                 with kept_from_exit():
                     tracing.build(model)
                     tracing.run()
-                    return tracing.result()
+                    trace = tracing.result()
             except (CommandError, TraceError):
                 raise
             except DoesNotRepeat:
                 if request["every_pass"] is not None:
                     raise
                 request["every_pass"] = True
-                del tracing
             except TraceAgain as again:  # at most once for each of its reasons
                 request |= again.request
-                del tracing  # its tensors end before the next attempt's begin
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
                 raise TraceError(tracing.doing, operator, module, error) from error
+        del tracing  # its tensors end before the next attempt's begin
+        if trace is not None and (had_compiler or "torch._dynamo" not in sys.modules):
+            return trace
+        # A first checkpoint imported the compiler in the middle of the step: frames that it keeps held tensors alive.
+        had_compiler = had_compiler or trace is not None
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
@@ -239,6 +235,7 @@ class Tracing:
     doing: str = field(init=False, default="the model cannot be built on the meta device")
     _notes: dict[str, None] = field(init=False, default_factory=dict)
     _compiled: dict[str, None] = field(init=False, default_factory=dict)
+    _functions: bool = field(init=False, default=False)  # modules hold compiled functions
     _heads: list[int] = field(init=False, default_factory=lambda: [0])
     _makes_target: bool = field(init=False, default=False)  # in the first step
     _made_target: Tensor | None = field(init=False, default=None)
@@ -260,13 +257,18 @@ class Tracing:
         if mode.startswith("max-autotune"):
             self._notes[AUTOTUNED] = None
         graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
-        alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
-        self._regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
-        loss = self._regions.loss(self.loss)
+        regions, loss = None, self.loss
+        if self._compiled or self._functions or loss is not None:
+            alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
+            regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
+            loss = regions.loss(loss)
         self._step = TrainingStep(built, training, "meta", loss=loss, holds_output=self.training_loop)
         _require_trainable(self._step.model)  # quantized weights are frozen
-        recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
+        recorder = self._recorder = Recorder(self._step.model)
         recorder.memory.graphs = graphs
+        self._regions = regions
+        if regions is not None:
+            regions.recorder = recorder
         rank.attach(recorder)
 
     def run(self) -> None:
@@ -275,7 +277,8 @@ class Tracing:
         # Before CUDA's rules apply: a family may plan its network here, and keeps the plan.
         given = [batch_on_meta(batch, self.target, self._rank) for batch in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
-        self._order = [shapes.setdefault(shape_of(batch), len(shapes)) for batch in given]
+        is_mix = len(given) > 1
+        self._order = [shapes.setdefault(shape_of(batch) if is_mix else None, len(shapes)) for batch in given]
         self._met_at = [self._order.index(shape) for shape in range(len(shapes))]
         heads = self._heads
         policy = as_on_cuda(
@@ -320,11 +323,11 @@ class Tracing:
             compute_capability=self.spec.compute_capability,
             widest_head=None if self._compiled else max(self._heads),  # a compiler need not call Python
             assumed=tuple(recorder.values.assumed),
-            notes=(*self._regions.notes(), *self._notes, *mixed),
+            notes=(*(() if self._regions is None else self._regions.notes()), *self._notes, *mixed),
             mix=mix,
             graph_input_bytes=graphs.input_bytes if graphs is not None else None,
             collectives=self._rank.collectives(),
-            pipeline=self._rank.part(),
+            pipeline=self._rank.part,
         )
         return trace if self._in_a_loop is None else replace(trace, in_a_loop=self._in_a_loop.looped(trace))
 
@@ -335,8 +338,10 @@ class Tracing:
 
         def noted(one: nn.Module) -> nn.Module:
             """Note the properties that a copy of the model no longer shows."""
-            self._notes.update(dict.fromkeys(remarks(one)))
-            self._compiled.update(dict.fromkeys(compiled_modules(one)))
+            found = survey(one)
+            self._notes.update(dict.fromkeys(found.notes))
+            self._compiled.update(dict.fromkeys(found.compiled))
+            self._functions |= found.functions
             return one
 
         def factory() -> Any:
@@ -352,8 +357,10 @@ class Tracing:
         if not isinstance(built, nn.Module):
             return built
         _require_trainable(built)
-        built = unwrapped(built)
-        replace_bitsandbytes(built)
+        if self._notes or self._compiled:
+            built = unwrapped(built)
+        if "bitsandbytes" in sys.modules:
+            replace_bitsandbytes(built)
         return self._rank.prepare(built)
 
     # -- the steps
@@ -414,7 +421,7 @@ class Tracing:
         recorder.hold(step.model.buffers(), "buffer")
         recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
         self._rank.begin(step, inputs, target)
-        recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad creates its own at once
+        recorder.hold(state_tensors(step.optimizer), "optimizer_state")  # Adagrad creates its own at once
 
     def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
@@ -432,7 +439,7 @@ class Tracing:
             batch = of_shape[0] if self._made_target is None else (of_shape[0][0], self._made_target)
             if second is not None and second.goes_alike():
                 second.run(tuple(tensors_of(batch)) if self.training_loop else ())
-                recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
+                recorder.memory.name(state_tensors(step.optimizer), "optimizer_state")
             else:
                 self._run_step(STEPS, *batch)
             return
@@ -489,7 +496,7 @@ class Tracing:
         if self._in_a_loop is not None:
             self._in_a_loop.dropped()
         self._reached("end")
-        recorder.memory.name(step.optimizer_tensors(), "optimizer_state")
+        recorder.memory.name(state_tensors(step.optimizer), "optimizer_state")
 
 
 def _require_trainable(model: nn.Module) -> None:

@@ -53,14 +53,18 @@ def make_optimizer(
         EnvironmentProblem: transformers is missing, for its Adafactor, or bitsandbytes is; or the parameters are on the
             CPU, where bitsandbytes cannot run.
     """
-    given: list[Any] = alike(parameters)
+    parameters = list(parameters)
+    groups = _group(parameters, mesh_of)  # for-each kernels cannot mix meshes of ranks
+    given: list[Any] = parameters if len(groups) < 2 else [{"params": group} for group in groups]
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
-    on_meta = all(p.is_meta for p in _parameters(given))
+    on_meta = all(p.is_meta for p in parameters)
     if known.cuda_only:
         if on_meta:
             # The kernel decays weights in place.
             return BlockwiseAdamW(given, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
+        if any(p.device.type != "cuda" for p in parameters):
+            raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
         return _of_bitsandbytes(name, given, more)
     if implementation is None and on_meta and name != "adafactor":
         implementation = "foreach"
@@ -68,7 +72,7 @@ def make_optimizer(
         more["foreach"] = implementation == "foreach"
         if "fused" in known.implementations and implementation == "fused":
             more["fused"] = True
-    with _fused_on_meta(_parameters(given)):
+    with _fused_on_meta(parameters):
         return _MAKERS[name](given, lr=LEARNING_RATE, **more)
 
 
@@ -78,8 +82,6 @@ def _adafactor_of_transformers(parameters: list[Any], lr: float, **more: Any) ->
 
 
 def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> torch.optim.Optimizer:
-    if any(p.device.type != "cuda" for p in _parameters(parameters)):
-        raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
     try:
         from bitsandbytes import optim
     except ImportError as error:
@@ -87,11 +89,6 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
     names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
     optimizer: Callable[..., torch.optim.Optimizer] = getattr(optim, names[name])
     return optimizer(parameters, lr=LEARNING_RATE, **more)
-
-
-def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
-    """Return the parameters of a list of parameters or of groups."""
-    return [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
@@ -239,7 +236,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
     There, counters on the host, one for each parameter, are read directly: by PyTorch's dispatcher, the reads take as
     long as everything else. Both replace parts of PyTorch: no other thread may trace at the same time.
     """
-    parameters = _parameters(optimizer.param_groups)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(p.is_meta for p in parameters):
         optimizer.step()
         return
@@ -316,16 +313,6 @@ def _group(items: Iterable[_T], key: Callable[[_T], object]) -> list[list[_T]]:
 
 def _kind_of(tensor: Tensor) -> object:
     return tensor.dtype, mesh_of(tensor)
-
-
-def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return parameters for an optimizer: in a group for each mesh of ranks, as for-each kernels cannot mix meshes."""
-    groups = _group(parameters, mesh_of)
-    return (
-        [{"params": group} for group in groups]
-        if len(groups) > 1
-        else [parameter for group in groups for parameter in group]
-    )
 
 
 class MovingAverage:

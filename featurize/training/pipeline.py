@@ -187,6 +187,7 @@ class PipelineRank(ShardedRank):
 
     keeps_operators = True
     passes: RepeatedPasses
+    part: PipelinePart
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class PipelineRank(ShardedRank):
         self._numbers = [self._place + part * parallel.degrees.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
         self._begun: list[StagePass] = []
-        self._part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
+        self.part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
 
     # -- construction
 
@@ -250,8 +251,8 @@ class PipelineRank(ShardedRank):
         gathered = units(model, parallel.fsdp.wrap)
         if not self._stages:
             given = [example_of(survey.outputs[start - 1], parallel) for start in starts[1:-1]]
-            self._part = replace(
-                self._part,
+            self.part = replace(
+                self.part,
                 kinds=_kinds(survey, starts),
                 starts=tuple(survey.paths[start] for start in starts[1:-1]),
                 sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
@@ -344,7 +345,7 @@ class PipelineRank(ShardedRank):
             output = self._run_schedule(args, kwargs, losses)
             step.hold(output, losses)
             del output, losses, args, kwargs
-        self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
+        self.part = replace(self.part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
         step.update()
 
     def _run_schedule(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
@@ -367,10 +368,6 @@ class PipelineRank(ShardedRank):
     def leave(self) -> None:
         """End a forward pass with its loss: autocast clears its cache."""
         self._step.on_phase("forward")
-
-    def part(self) -> PipelinePart:
-        """Return the parts of the last step."""
-        return self._part
 
 
 def _as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

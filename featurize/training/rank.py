@@ -47,12 +47,14 @@ class Rank:
         keeps_operators: Whether operators of all steps are kept, since later ones repeat them.
         parameters: Elements of the whole model, set by `wrap`.
         recorder: The trace's recorder, set by `attach`.
+        part: A pipeline rank's part in the last step; None for other jobs.
     """
 
     needs_factory = divides_graphs = keeps_operators = False
     bucket_limits: tuple[float, ...] | None = None
     parameters = 0
     recorder: Recorder
+    part: PipelinePart | None = None
     _step: TrainingStep
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -102,10 +104,6 @@ class Rank:
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step."""
         return ()
-
-    def part(self) -> PipelinePart | None:
-        """Return a pipeline rank's part in the last step; None for other jobs."""
-        return None
 
 
 class SendingRank(Rank):

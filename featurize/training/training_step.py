@@ -41,7 +41,6 @@ from featurize.training.optimizers import (
     clip_value,
     make_optimizer,
     run_step,
-    state_tensors,
 )
 
 PRICED = (
@@ -220,24 +219,20 @@ class TrainingStep:
             implementation=settings.implementation,
             weight_decay=settings.weight_decay,
         )
-        self.optimizer = self._make_optimizer(make) if update is None else update(make)
-
-    def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the optimizer's state that lie on the device."""
-        return state_tensors(self.optimizer)
-
-    def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer | OwnOptimizer:
-        settings = self.settings
-        if settings.optimizer_in_backward:
-            return OptimizerInBackward(self._parameters, make, self._while_updating)
-        if settings.offload_optimizer:
-            return OptimizerOnHost(self.model)
-        if self.device.type == "meta" and any(map(is_shared, self._parameters)):
+        self.optimizer: torch.optim.Optimizer | OwnOptimizer
+        elementwise = self.device.type == "meta" and OPTIMIZERS[settings.optimizer].elementwise
+        if update is not None:
+            self.optimizer = update(make)
+        elif settings.optimizer_in_backward:
+            self.optimizer = OptimizerInBackward(self._parameters, make, self._while_updating)
+        elif settings.offload_optimizer:
+            self.optimizer = OptimizerOnHost(model)
+        elif elementwise and any(map(is_shared, self._parameters)):
             from featurize.training.sharding import LocalOptimizer  # its imports are slow
 
-            if OPTIMIZERS[settings.optimizer].elementwise:
-                return LocalOptimizer(self._parameters, make)
-        return make(self._parameters)
+            self.optimizer = LocalOptimizer(self._parameters, make)
+        else:
+            self.optimizer = make(self._parameters)
 
     @contextlib.contextmanager
     def _while_updating(self, parameter: Tensor) -> Iterator[None]:
@@ -261,7 +256,10 @@ class TrainingStep:
         # Autocast does nothing to meta tensors; the trace has its own (featurize.operators.cuda_policy).
         casts = self._autocast_dtype is not None and self.device.type != "meta"
         autocast = torch.autocast(self.device.type, dtype=self._autocast_dtype) if casts else contextlib.nullcontext()
-        with autocast, self._saving():
+        # All tensors that autograd saves wait in host memory (`save_on_cpu`), weights included, and are copied to a new
+        # tensor on the device when a backward operator reads them. For meta tensors, only their shape is kept.
+        offloads = self.settings.offload_activations
+        with autocast, saved_tensors_hooks(_to_host, _from_host) if offloads else contextlib.nullcontext():
             output = call(self.model, inputs)
             self.hold(output, None)
             self.on_hold(inputs)
@@ -287,33 +285,20 @@ class TrainingStep:
             # The scaler reads a value back, which meta cannot; its unscaling is one in-place pass over the gradients.
             for gradients in by_kind(g._values() if g.is_sparse else g for g in self.gradients()):
                 torch._foreach_mul_(gradients, 1.0)
-        self._clip()
-        if isinstance(optimizer, torch.optim.Optimizer):
-            run_step(optimizer)
-        else:
-            optimizer.step()
-
-    def _clip(self) -> None:
         if self.settings.clip_norm is not None:
             # `FlatShards` clips over all ranks.
             clip = getattr(self.model, "clip_over_ranks", functools.partial(clip_norm, self.gradients()))
             clip(self.settings.clip_norm)
         elif self.settings.clip_value is not None:
             clip_value(self.gradients(), self.settings.clip_value)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            run_step(optimizer)
+        else:
+            optimizer.step()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the trained parameters."""
         return [p.grad for p in self._parameters if p.grad is not None]
-
-    def _saving(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).
-
-        All tensors that autograd saves are moved, weights included, and copied to a new tensor on the device when a
-        backward operator reads them. For meta tensors, only their shape is kept.
-        """
-        if not self.settings.offload_activations:
-            return contextlib.nullcontext()
-        return saved_tensors_hooks(_to_host, _from_host)
 
 
 def _prepare(model: nn.Module, settings: Training) -> nn.Module:

@@ -97,7 +97,8 @@ class Draft:
         """
         if self.job.parallel is not None:
             communicators_mib(self.device, self.job.parallel)  # refuses a GPU model before anything is traced
-        self.platform.prepare_workspaces(self.job)
+        if self.platform.workspaces is not None:
+            self.platform.prepare_workspaces(self.job)
         try:
             if failure is not None and not isinstance(failure, UnsuitableDevice):
                 raise failure
@@ -292,7 +293,7 @@ class Draft:
         knows, and notes."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         step = self._time_in_loop(traced, loop)
-        fields, assumed = ranks_of(traced, job, device)
+        fields, assumed = ({}, []) if job.parallel is None else ranks_of(traced, job, device)
         notes: list[Note] = []
         for target in TARGETS:
             if target not in self.by:

@@ -47,11 +47,9 @@ SEVERAL_GPUS = "several GPUs"  # a feature that no model was fitted on
 
 
 def ranks_of(traced: SimulatedStep, job: TrainingJob, device: DeviceSpec) -> tuple[dict[str, Any], list[Note]]:
-    """Return the fields of `Estimate` about a job's ranks and their communication, and the assumptions; both empty for
-    a job on one GPU."""
+    """Return the fields of `Estimate` about a job's ranks and their communication, and the assumptions."""
     parallel, communication = job.parallel, traced.communication
-    if parallel is None:
-        return {}, []
+    assert parallel is not None, "a job on several GPUs"
     measured_rank = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
@@ -256,8 +254,6 @@ class Platform:
         Raises:
             UsageError: A GPU model that cuDNN cannot answer for, with `cudnn`.
         """
-        if self.workspaces is None:
-            return
         from featurize.cudnn.oracle import oracle_for
 
         try:
@@ -308,8 +304,6 @@ def platform_of(
         UsageError: An unknown name, with the known ones, or a limit out of the GPU model's range.
         EnvironmentProblem: cuDNN is to be asked and is not installed, or a machine's file does not hold a profile.
     """
-    from featurize.cudnn.oracle import installed_libraries, require_release
-
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
     spec = device_of_user(device, power_limit_w)
@@ -320,13 +314,19 @@ def platform_of(
     if workspaces not in (None, *WORKSPACES):
         raise unknown_name("workspaces", workspaces, WORKSPACES)
     if workspaces == CUDNN:
+        from featurize.cudnn.oracle import installed_libraries
+
         installed_libraries()
+    if torch_version is not None:
+        from featurize.cudnn.oracle import require_release
+
+        require_release(torch_version)
     return Platform(
         device=spec,
         machine=machine_for(machine, spec, data),
         allocator=allocator,
         workspaces=None if workspaces == GUESSED else workspaces,
-        torch_version=require_release(torch_version),
+        torch_version=torch_version,
     )
 
 

@@ -153,7 +153,9 @@ def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOp
     """Return the platform and the options from keywords of `learn.estimate`. Raises `UsageError`."""
     of_platform = {name: options[name] for name in PlatformKeywords.__annotations__ if name in options}
     of_answer = {name: options[name] for name in AnswerKeywords.__annotations__ if name in options}
-    answer_options = AnswerOptions(**{**of_answer, "known": known_runs(options.get("known"))})
+    if "known" in of_answer:
+        of_answer["known"] = known_runs(of_answer["known"])
+    answer_options = AnswerOptions(**of_answer)
     return platform_of(data=answer_options.data, **of_platform), answer_options
 
 
@@ -193,9 +195,12 @@ def job_of(
     """Return the training job that these keywords of `learn.estimate` describe. Raises `UsageError`."""
     given_model: Model | TrialConfig = config_from_mapping(model) if isinstance(model, Mapping) else model
     chosen = training_settings(training, settings)
-    layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(given_model))
+    layout, merged = None, chosen
+    if parallel is not None:
+        layout = parse_parallel(parallel, files=True, hidden_size=lambda: _hidden_size_of(given_model))
+        known = vars(training_of(given_model)) if isinstance(given_model, TrialConfig) else {}
+        merged = _with_file(layout, known | chosen)
     if isinstance(given_model, TrialConfig):
-        _with_file(layout, vars(training_of(given_model)) | chosen)
         require_same(given_model, chosen)
         of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
         if given_too := [key for key, value in of_modules.items() if value is not None]:
@@ -210,7 +215,7 @@ def job_of(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
     _require_whole(given_model)
-    of_steps = Training(**_with_file(layout, chosen))
+    of_steps = Training(**merged)
     pairs = [(inputs, target)] if batches is None else batches_of(batches, inputs, target)
     job = of_module(given_model, pairs, of_steps, input_dtype=input_dtype, loss=loss, name=name)
     return job if layout is None else replace(job, parallel=layout)

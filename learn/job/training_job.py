@@ -239,17 +239,17 @@ def of_module(
 
     dtype = torch_dtype(input_dtype)
     makers = [maker_of_batch(batch, wanted, dtype) for batch, wanted in batches]
-    inputs_on_meta = [maker("meta") for maker in makers]
-    mixed = len({shape_of(tensors) for tensors in inputs_on_meta}) > 1
-    largest = max(
-        range(len(inputs_on_meta)), key=lambda index: sum(x.numel() for x in tensors_of(inputs_on_meta[index][0]))
-    )
+    mixed, largest = False, 0
+    if len(makers) > 1:
+        on_meta = [maker("meta") for maker in makers]
+        mixed = len({shape_of(batch) for batch in on_meta}) > 1
+        largest = max(range(len(on_meta)), key=lambda index: sum(x.numel() for x in tensors_of(on_meta[index][0])))
 
     def build() -> nn.Module:
-        inputs_on_meta = model if isinstance(model, nn.Module) else model()
-        if not isinstance(inputs_on_meta, nn.Module):
-            raise UsageError(f"the factory gave {type(inputs_on_meta).__name__}, not a torch.nn.Module")
-        return inputs_on_meta
+        built = model if isinstance(model, nn.Module) else model()
+        if not isinstance(built, nn.Module):
+            raise UsageError(f"the factory gave {type(built).__name__}, not a torch.nn.Module")
+        return built
 
     return TrainingJob(
         name=name or _name_of(model),

@@ -273,7 +273,7 @@ class ScriptRun:
             return f"{self._script} ends after {self._watch.steps} optimizer step; two are needed"
         if not self._recorder.memory.events:
             return f"{self._script} ends without using cuda"
-        last = f"; the last module to run was {self._recorder.last_module}" if self._recorder.last_module else ""
+        last = f"; the last module to run was {self._recorder.stack.last}" if self._recorder.stack.last else ""
         return f"{self._script} ends without an optimizer step on cuda{last}"
 
     def _trace(self) -> StepTrace:

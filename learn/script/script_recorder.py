@@ -55,7 +55,6 @@ class ScriptRecorder(Recorder):
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = 1.0  # assumed value of a loss whose number of classes is not known
-        self.last_module = ""
 
     # -- the model
 
@@ -65,10 +64,6 @@ class ScriptRecorder(Recorder):
             if not self.stack.knows(module):
                 self._roots.append(weakref.ref(module))
                 self.name_modules(module)
-
-    def _entered(self, module: nn.Module, args: Any) -> None:
-        super()._entered(module, args)
-        self.last_module = self.stack.running[-1]
 
     def _models(self) -> list[nn.Module]:
         """Return the models that have run and still exist."""

@@ -20,7 +20,8 @@ ROWS, WIDTH, CLASSES = 256, 64, 4096
 def standing_in(monkeypatch, module: str, **members: object) -> None:
     made = ModuleType(module)
     vars(made).update(members)
-    monkeypatch.setitem(sys.modules, module, made)
+    for name in (module.partition(".")[0], module):
+        monkeypatch.setitem(sys.modules, name, made)
 
 
 def traced(model: nn.Module, *inputs: Tensor, **settings) -> StepTrace:

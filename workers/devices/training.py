@@ -81,6 +81,7 @@ def measure_training(
 
     from featurize.families import get_family, layers_of, loss_of
     from featurize.job.layers import totals
+    from featurize.training.optimizers import state_tensors
     from featurize.training.training_step import TrainingStep
 
     family = get_family(config.family)
@@ -129,7 +130,7 @@ def measure_training(
         return end_ns, step_ms
 
     def optimizer_ready() -> bool:
-        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD has no state
+        return config.optimizer == "sgd" or any(True for _ in state_tensors(step.optimizer))  # plain SGD has no state
 
     def begin_window() -> int:
         reporter.flush()
