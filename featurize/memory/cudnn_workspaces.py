@@ -61,8 +61,6 @@ def guessed_workspace(call: LibraryCall, spec: DeviceSpec, problem: str = "") ->
 
 def workspaces_note(workspaces: Mapping[LibraryCall, ConvolutionWorkspace]) -> str:
     """Return one line with the sources of the workspaces, and their numbers of distinct convolutions."""
-    if not workspaces:
-        return "workspaces: the step has no convolution"
     by_source = Counter(workspace.source for workspace in workspaces.values())
     versions = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
     named = {
@@ -90,10 +88,8 @@ def _workspace(
     )
 
 
-def traced_release_note(torch_version: str | None) -> str | None:
-    """Return a note on the parts of an estimate that do not follow the requested release; None without a request."""
-    if torch_version is None:
-        return None
+def traced_release_note(torch_version: str) -> str:
+    """Return a note on the parts of an estimate that do not follow the requested release."""
     return (
         f"torch_version={torch_version}: only cuDNN's workspaces follow it (workspaces=cudnn or auto); "
         f"the step is traced with PyTorch {torch.__version__.partition('+')[0]}, which is installed"

@@ -1,8 +1,8 @@
 """Fused attention on meta tensors as a GPU runs it: PyTorch's own, the flash-attn package's and xFormers'.
 
-Start reading at `as_on_gpu`; neither a package nor a GPU is needed. The packages' functions become PyTorch's operators
-of the same kernels, which keep the same tensors: query, key, value, output, the fp32 row sums and the random state.
-`featurize.operators.table.ATTENTION` prices the kernels.
+Start reading at `scaled_dot_product`; neither a package nor a GPU is needed. The packages' functions become PyTorch's
+operators of the same kernels, which keep the same tensors: query, key, value, output, the fp32 row sums and the random
+state. `featurize.operators.table.ATTENTION` prices the kernels.
 """
 
 from __future__ import annotations
@@ -56,22 +56,11 @@ def building(build: Callable[[], T]) -> T:
         return build()
 
 
-def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[int], None]) -> Iterator[Change]:
-    """Yield the changes that make attention on meta tensors call the kernels that a GPU would run. Packages are changed
-    only where they are imported.
-
-    Args:
-        autocast: Casts the arguments of PyTorch's own function.
-        kernels: Widest heads of PyTorch's fused attention on the GPU.
-        attends: Called with the width of a head for each call of PyTorch's own function.
-    """
-    attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
-    if "transformers" in sys.modules:
-        yield from as_installed()
-    if "xformers" in sys.modules:
-        xformers = functools.partial(functools.partial, _attend_xformers)
-        yield from if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers)
-    yield F, "scaled_dot_product_attention", attend
+def packages_on_gpu() -> Iterator[Change]:
+    """Yield the changes that make attention of imported packages call the kernels that a GPU would run."""
+    yield from as_installed()
+    xformers = functools.partial(functools.partial, _attend_xformers)
+    yield from if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers)
 
 
 def as_installed() -> Iterator[Change]:
@@ -203,7 +192,7 @@ def _four_dimensions(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
 
 
-def _scaled_dot_product(
+def scaled_dot_product(
     original: Callable[..., Tensor],
     autocast: Autocast,
     kernels: AttentionKernels,

@@ -155,9 +155,12 @@ def as_on_cuda(
     `assume` is called with each assumption about values that only a real step computes, `attends` with the width of a
     head for each call of attention."""
     with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
+        attention_now = F.scaled_dot_product_attention
+        attend = functools.partial(attention.scaled_dot_product, attention_now, autocast, kernels, attends)
         changes = (
             *(detection_as_trained(autocast, assume) if "torchvision" in sys.modules else ()),
-            *attention.as_on_gpu(autocast, kernels, attends),
+            *(attention.packages_on_gpu() if sys.modules.keys() & {"transformers", "xformers"} else ()),
+            (F, "scaled_dot_product_attention", attend),
             *(liger_on_gpu() if "liger_kernel" in sys.modules else ()),
             (torch.autograd.profiler, "record_function", functools.partial(_unmarked, threading.get_ident())),
             *((owner, "dropout", functools.partial(_dropout, owner.dropout)) for owner in (F, torch)),

@@ -7,7 +7,7 @@ their parts, and only these have memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ SEQUENCES = (list, tuple)
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors with memory that a tensor consists of: itself, if it wraps no others."""
-    if type(tensor) in PLAIN or not _is_wrapper(type(tensor)):
+    if type(tensor) in PLAIN or not is_wrapper(type(tensor)):
         return [tensor]
     # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta do not have.
     attributes = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
@@ -71,12 +71,7 @@ def mesh_of(tensor: Tensor) -> object:
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether a tensor is spread over ranks (a DTensor)."""
-    return mesh_of(tensor) is not None
-
-
-def wrap_others(types: Sequence[type]) -> bool:
-    """Return whether some of these types of tensors wrap others."""
-    return bool(types) and any(map(_is_wrapper, types))
+    return getattr(tensor, "device_mesh", None) is not None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -111,7 +106,8 @@ def bytes_read(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a type wrap others."""
     return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 

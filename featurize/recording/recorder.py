@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from featurize.operators.library_calls import CUBLAS
 from featurize.operators.replacing import replaced
 from featurize.operators.table import DECIDED_BY_VALUES, INDEXED_BY_MASKS, MULTI_TENSOR, NO_KERNEL
-from featurize.operators.tensor_parts import meta_tensors, span, tensors_in, wrap_others
+from featurize.operators.tensor_parts import is_wrapper, meta_tensors, span, tensors_in
 from featurize.recording.block_record import BlockRecord, ModuleStack, OperatorRecord, Traits, traits_of
 from featurize.recording.step_trace import BATCH
 from featurize.recording.values import NONZERO, READ, Values
@@ -351,7 +351,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
             return ran
-        if types and wrap_others(types):
+        if types and any(map(is_wrapper, types)):
             return NotImplemented  # which runs what it makes of it
         phase = "" if self.paused else self.memory.phase
         if phase == "backward":

@@ -58,31 +58,28 @@ class StepsInALoop:
         self._steps: list[_Step] = []
         self._dropping_from: int | None = None
 
-    def begin(self) -> None:
-        """Begin a step, before its batch exists."""
-        self._steps.append(_Step(begins=self._now))
+    def reached(self, moment: str, inputs: object, variables: Sequence[object]) -> None:
+        """Record that a step has reached a moment: one of `TrainingStep`, or of its caller.
 
-    def hold(self, inputs: object, *variables: object) -> None:
-        """Record that the step's model has run, or, with its output and loss as `variables`, its loss."""
+        Args:
+            moment: The moment. A step `begins` before its batch exists.
+            inputs: The model's inputs where its output and loss are assigned.
+            variables: These two.
+        """
+        now = len(self._recorder.events)
+        if moment == "begins":
+            self._steps.append(_Step(begins=now))
         step = self._steps[-1]
-        if not variables:
-            step.lets_go = self._now
-            return
-        step.held, step.given = (
-            self._recorder.blocks_in(tensors_of(variables)),
-            self._recorder.blocks_in(tensors_of(inputs)),
-        )
-        self._dropping_from = self._now
-
-    def drops(self) -> None:
-        """Record that the step begins to drop what it holds."""
-        self._dropping_from = self._now
-
-    def dropped(self) -> None:
-        """Record that the step has dropped everything."""
-        if self._dropping_from is not None:
-            self._steps[-1].drops.append((self._dropping_from, self._now))
+        if moment == "held":
+            step.lets_go = now
+        elif moment == "assigned":
+            step.held = self._recorder.blocks_in(tensors_of(variables))
+            step.given = self._recorder.blocks_in(tensors_of(inputs))
+        elif moment in ("backward", "end") and self._dropping_from is not None:
+            step.drops.append((self._dropping_from, now))
             self._dropping_from = None
+        if moment in ("assigned", "updated"):  # from here on, the step drops what it holds
+            self._dropping_from = now
 
     def repeat(self, begins: int, known: Mapping[int, int], moved: Callable[[int], int]) -> None:
         """Record that the first step was repeated.
@@ -128,10 +125,6 @@ class StepsInALoop:
         blocks += [blocks[event.block] for event in batch]
         return replace(trace, events=in_loop, blocks=self._recorder.named_by_lifetime(blocks, in_loop))
 
-    @property
-    def _now(self) -> int:
-        return len(self._recorder.events)
-
 
 def _is_late(step: _Step, index: int, block: int) -> bool:
     """Return whether a loop frees a block later than the step, which frees it at the event `index`."""
@@ -168,7 +161,7 @@ class SecondStep:
     def reached(self, moment: str) -> None:
         """Record that the first step has reached one of `_MOMENTS`."""
         recorder = self._recorder
-        if moment != _MOMENTS[len(self._marks)]:  # an average is updated in a phase of its own
+        if moment != _MOMENTS[len(self._marks)]:  # a loop's, or the phase in which an average is updated
             return
         if moment == "optimizer":
             self._decided -= recorder.decided
@@ -209,7 +202,7 @@ class SecondStep:
         known = recorder.memory.repeat(forward, {})
         held = [recorder.memory.storages[block] for block in self._held]
         step.hold()
-        if any(recorder.memory.block_in(storage) is not None for storage in held):
+        if any(storage in recorder.memory.live for storage in held):
             raise TraceAgain(repeats=False)
         known |= recorder.memory.repeat(rest, known)
         recorder.log.keep_operators = True

@@ -427,8 +427,7 @@ class Tracing:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
         recorder, step = self._recorder, self._step
         self._enter_policy = enter_policy
-        step.on_phase = self._enter
-        step.on_hold, step.on_updated = self._hold, self._updated
+        step.on_phase, step.on_moment = self._enter, self._reached
         self._sequence: StepSequence | None = None
         self._second: SecondStep | None = None
         if len(of_shape) == 1:
@@ -450,8 +449,6 @@ class Tracing:
 
     def _enter(self, phase: str) -> None:
         """Report the phase that begins to all that follow the step."""
-        if self._in_a_loop is not None and phase == "backward":
-            self._in_a_loop.dropped()
         self._reached(phase)
         self._rank.begin_phase(phase)
         self._recorder.begin_phase(phase)
@@ -459,19 +456,10 @@ class Tracing:
         if phase == "optimizer":
             self._recorder.memory.name(self._step.gradients(), "gradient")
 
-    def _hold(self, inputs: Inputs, *variables: object) -> None:
-        """Record that the step's model has run, or, with its output and loss as `variables`, its loss."""
+    def _reached(self, moment: str, inputs: object = (), variables: Sequence[object] = ()) -> None:
+        """Report a moment of the step to what derives other steps from it."""
         if self._in_a_loop is not None:
-            self._in_a_loop.hold(inputs, *variables)
-        if not variables:
-            self._reached("held")
-
-    def _updated(self) -> None:
-        if self._in_a_loop is not None:
-            self._in_a_loop.drops()
-        self._reached("updated")
-
-    def _reached(self, moment: str) -> None:
+            self._in_a_loop.reached(moment, inputs, variables)
         if self._second is not None and self._recorder.memory.step == 1:
             self._second.reached(moment)
 
@@ -485,16 +473,13 @@ class Tracing:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)
         self._rank.begin_step()
-        if self._in_a_loop is not None:
-            self._in_a_loop.begin()
+        self._reached("begins")
         if number == 1 or self.training_loop or mixed:
             recorder.new_batch(batch)
         if number == 1 and self._makes_target:
             step.make_targets = functools.partial(self._target_in_step, arrived=recorder.memory.await_in_batch())
         with recorder:
             self._rank.run(inputs, target)
-        if self._in_a_loop is not None:
-            self._in_a_loop.dropped()
         self._reached("end")
         recorder.memory.name(state_tensors(step.optimizer), "optimizer_state")
 

@@ -20,7 +20,7 @@ from conf.errors import EnvironmentProblem
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
 from featurize.operators.replacing import replaced
-from featurize.operators.tensor_parts import mesh_of
+from featurize.operators.tensor_parts import is_shared, mesh_of
 
 _T = TypeVar("_T")
 LEARNING_RATE = 1e-3
@@ -54,8 +54,9 @@ def make_optimizer(
             CPU, where bitsandbytes cannot run.
     """
     parameters = list(parameters)
-    groups = _group(parameters, mesh_of)  # for-each kernels cannot mix meshes of ranks
-    given: list[Any] = parameters if len(groups) < 2 else [{"params": group} for group in groups]
+    # For-each kernels cannot mix meshes of ranks.
+    groups = _group(parameters, mesh_of) if any(map(is_shared, parameters)) else []
+    given: list[Any] = [{"params": group} for group in groups] if len(groups) > 1 else parameters
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
     on_meta = all(p.is_meta for p in parameters)

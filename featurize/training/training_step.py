@@ -128,8 +128,8 @@ class TrainingStep:
     weights; fp16 on CUDA scales the loss; `bf16-true` and `fp16-true` convert the model. Sets torch's global TF32 and
     cuDNN flags (not for the meta device), so one process should train one model. `loss(output, targets)` is cross
     entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as variables of a
-    usual loop do. `on_hold(inputs, output, loss)` is called where they are assigned, without output and loss where
-    those of the last step are released, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
+    usual loop do. `on_moment("assigned", inputs, (output, loss))` is called where they are assigned, with `held` where
+    those of the last step are released, and with `updated` at the step's end. `on_phase(name)` is called as `forward`,
     `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
     `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` gets the changed model,
     and returns the module to train. On a real device, trials choose optimizer, precision, `cudnn_benchmark` and
@@ -154,9 +154,8 @@ class TrainingStep:
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
         self.held: tuple[Any, ...] = ()
-        self.on_hold: Callable[..., None] = lambda *variables: None
+        self.on_moment: Callable[..., None] = lambda moment, inputs=(), variables=(): None
         self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where no targets are given
-        self.on_updated: Callable[[], None] = lambda: None
         model = _prepare(model, self.settings)
         self.take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
@@ -196,7 +195,7 @@ class TrainingStep:
                 self.on_phase("backward")
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self.update()
-        self.on_updated()
+        self.on_moment("updated")
         return loss.detach()
 
     def update(self) -> None:
@@ -262,10 +261,10 @@ class TrainingStep:
         with autocast, saved_tensors_hooks(_to_host, _from_host) if offloads else contextlib.nullcontext():
             output = call(self.model, inputs)
             self.hold(output, None)
-            self.on_hold(inputs)
+            self.on_moment("held")
             loss = self.loss(output, self.make_targets(output) if targets is None else targets)
             self.hold(output, loss)
-            self.on_hold(inputs, output, loss)
+            self.on_moment("assigned", inputs, (output, loss))
             del output
         return loss
 

@@ -339,11 +339,14 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
     """
     from featurize.memory.cudnn_workspaces import release_note, traced_release_note, workspaces_note
 
-    texts = [("torch-version", INFO, traced_release_note(torch_version))]
+    notes: list[Note] = []
+    if torch_version is not None:
+        notes.append(Note("torch-version", INFO, traced_release_note(torch_version)))
     if workspaces:
-        texts.append(("workspaces", INFO, workspaces_note(workspaces)))
-        texts.append(("cudnn-version", WARNING, release_note(workspaces, torch_version=torch_version)))
-    return [Note(code, severity, text) for code, severity, text in texts if text is not None]
+        notes.append(Note("workspaces", INFO, workspaces_note(workspaces)))
+        if (text := release_note(workspaces, torch_version=torch_version)) is not None:
+            notes.append(Note("cudnn-version", WARNING, text))
+    return notes
 
 
 def _search_of(job: TrainingJob) -> SearchSettings:

@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 
 from featurize.operators.own_operators import whole_elements
 from featurize.operators.replacing import replace_in, replaced
-from featurize.operators.tensor_parts import local_tensor, tensors_in, wrap_others
+from featurize.operators.tensor_parts import is_wrapper, local_tensor, tensors_in
 from featurize.recording.block_record import Traits, traits_of
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BATCH
@@ -133,7 +133,7 @@ class ScriptRecorder(Recorder):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            if wrap_others(types):
+            if any(map(is_wrapper, types)):
                 return NotImplemented  # PyTorch then runs the subclass's own operators: a DTensor's, on its part
             if not _concerns_meta(args, kwargs):
                 if _only_initialises(func, args):

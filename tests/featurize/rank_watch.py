@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from featurize.operators.replacing import replaced
-from featurize.operators.tensor_parts import local_tensor, wrap_others
+from featurize.operators.tensor_parts import is_wrapper, local_tensor
 from featurize.recording.values import mapped, tensors_of
 from featurize.training.training_step import TrainingStep
 
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         self.sent.append([kind, max(sum(t.nbytes for t in tensors_of(side)) for side in sides)])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if wrap_others(types):
+        if any(map(is_wrapper, types)):
             return NotImplemented
         name = func._schema.name
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
