@@ -97,8 +97,7 @@ class Draft:
         """
         if self.job.parallel is not None:
             communicators_mib(self.device, self.job.parallel)  # refuses a GPU model before anything is traced
-        if self.platform.workspaces is not None:
-            self.platform.prepare_workspaces(self.job)
+        self.platform.prepare_workspaces(self.job)
         try:
             if failure is not None and not isinstance(failure, UnsuitableDevice):
                 raise failure

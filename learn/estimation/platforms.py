@@ -254,6 +254,8 @@ class Platform:
         Raises:
             UsageError: A GPU model that cuDNN cannot answer for, with `cudnn`.
         """
+        if self.workspaces is None:
+            return
         from featurize.cudnn.oracle import oracle_for
 
         try:
