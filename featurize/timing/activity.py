@@ -8,6 +8,7 @@ lowers the clock. Like the times, all of it computes on NumPy arrays for estimat
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -275,12 +276,13 @@ class Occupied:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedKernels:
-    """The distinct kernels of a step on a GPU model; arrays have an entry a kernel. For several GPU models, fields that
-    differ between them have a row for each.
+    """The distinct kernels of a step on several GPU models; arrays have a row for each GPU model and a column for each
+    kernel.
 
     Args:
         calls: The kernels, and the number of runs of each.
-        on_device: The kernels at the GPU model's rates.
+        specs: The GPU models.
+        on_device: The kernels at the GPU models' rates.
         per_sm: Blocks over SMs.
         seconds: Time of each kernel in s.
         latency_s: Part of each kernel's time that is not work.
@@ -291,6 +293,7 @@ class TimedKernels:
     """
 
     calls: Calls
+    specs: tuple[DeviceSpec, ...]
     on_device: Kernels
     per_sm: np.ndarray
     seconds: np.ndarray
@@ -300,15 +303,55 @@ class TimedKernels:
     load: KernelLoad
     watts: np.ndarray
 
-    def row(self, place: int) -> TimedKernels:
-        """Return the kernels on one of several GPU models."""
+    @functools.cached_property
+    def features(self) -> list[dict[str, float]]:
+        """The features of the kernels for a learner, a mapping for each GPU model; see
+        `featurize.timing.step_time.features`."""
+        calls, kernels = self.calls, self.on_device
+        total = (calls.count * self.seconds).sum(axis=-1, keepdims=True)
+        share = calls.count * self.seconds / np.where(total, total, 1.0)
+        places = map(_kind_place, calls.kind, calls.group.tolist())
+        kinds = np.fromiter(places, dtype=int, count=len(calls.kind))
+        by_kind = [np.bincount(kinds, of_device, len(KINDS)) for of_device in share]
+        launch = np.maximum(kernels.math_s, kernels.memory_s) < self.latency_s
+        compute = ~launch & (kernels.math_s > kernels.memory_s)
+        by_bound = {"launch": launch, "compute": compute, "memory": ~launch & ~compute}
+        number, flops, nbytes = (float((calls.count * column).sum()) for column in (1.0, calls.flops, calls.nbytes))
+        waves = np.log2(np.maximum(self.per_sm, 2**-10))
+        shared = {
+            "intensity_log2": math.log2((flops + 1) / (nbytes + 1)),
+            "kernels_log2": math.log2(number + 1),
+        }
+        columns = {
+            "mean_kernel_us": total[:, 0] / max(number, 1.0) * 1e6,
+            "fill": (share * self.sm_share).sum(axis=-1),
+            "waves_log2": (share * waves).sum(axis=-1),
+            "longest_kernel": np.max(self.seconds, axis=-1, initial=0.0) / np.where(total, total, 1.0)[:, 0],
+            **{f"time_{kind}": part for kind, part in zip(KINDS, np.transpose(by_kind), strict=True)},
+            **{f"bound_{bound}": np.where(holds, share, 0.0).sum(axis=-1) for bound, holds in by_bound.items()},
+        }
+        rows = np.stack(list(columns.values()), axis=-1).tolist()
+        return [shared | dict(zip(columns, row, strict=True)) for row in rows]
 
-        def row_of(value: Any) -> Any:
-            if isinstance(value, Kernels | KernelLoad):
-                return type(value)(**{name: row_of(column) for name, column in vars(value).items()})
-            return value[place].copy() if isinstance(value, np.ndarray) and value.ndim > 1 else value
 
-        return TimedKernels(**{name: row_of(value) for name, value in vars(self).items()})
+KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
+_KIND_OF_GROUP = {PRODUCT: "matmul", ATTENTION: "attention"}
+_BEGINNINGS = {
+    "batch_norm": "normalization",
+    "group_norm": "normalization",
+    "layer_norm": "row",
+    "softmax": "row",
+    "reduction": "reduction",
+    "optimizer": "optimizer",
+}
+
+
+@functools.cache
+def _kind_place(kind: str, group: int) -> int:
+    """Return the index in `KINDS` of what a kernel belongs to."""
+    if GROUPS[group] != STREAM:
+        return KINDS.index(_KIND_OF_GROUP.get(GROUPS[group], "convolution"))
+    return KINDS.index(next((name for begin, name in _BEGINNINGS.items() if kind.startswith(begin)), "elementwise"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,32 +427,53 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
     return share, resident / occupied.warps_per_sm
 
 
-def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
-    """Return the activity of a step.
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What the kernels of a step do on one GPU model, however long the step takes.
 
     Args:
-        timed: The step's kernels on the GPU model.
-        spec: The GPU model.
-        step_s: Time of the whole step.
-        learned: The parameters.
+        active_s: Ratio of `StepActivity` -> time in s that counts for it.
+        above_idle_j: Energy in J beyond idle power.
+        idle_w: Idle power in W.
     """
-    calls, kernels = timed.calls, timed.on_device
+
+    active_s: Mapping[str, float]
+    above_idle_j: float
+    idle_w: float
+
+    def activity_in(self, step_s: float) -> StepActivity:
+        """Return the activity of a step that takes `step_s` seconds as a whole."""
+        ratios = {name: min(1.0, max(0.0, seconds / step_s)) for name, seconds in self.active_s.items()}
+        return StepActivity(**ratios, power_w=self.idle_w + self.above_idle_j / step_s)
+
+
+_ACTIVE = ("smact", "smocc", "drama", "fp32a", "tensor", "gpu_util")
+
+
+def step_work(timed: TimedKernels, learned: ActivityParameters) -> list[StepWork]:
+    """Return the work of a step's kernels on each GPU model."""
+    calls, kernels, idle_w = timed.calls, timed.on_device, rates_of(timed.specs).idle_w
     active = calls.count * (timed.seconds - learned.single["gap"] * timed.latency_s) * timed.sm_share
     math_s = kernels.math_s * calls.count
     tensor = kernels.units == 1
-    drama_s = calls.count * kernels.memory_s * (1 - kernels.cached)
     busy_s = calls.count * timed.seconds
-    above_idle_j = float((busy_s * (timed.watts - spec.idle_power_w)).sum())
-    active_s = {
-        "smact": active.sum(),
-        "smocc": (active * timed.occupancy).sum(),
-        "drama": drama_s.sum(),
-        "fp32a": (math_s * ~tensor).sum() + (calls.count * pointwise_s(calls, spec)).sum(),
-        "tensor": (math_s * tensor).sum(),
-        "gpu_util": busy_s.sum(),
-    }
-    ratios = {name: min(1.0, max(0.0, float(seconds) / step_s)) for name, seconds in active_s.items()}
-    return StepActivity(**ratios, power_w=spec.idle_power_w + above_idle_j / step_s)
+    columns = (
+        active,
+        active * timed.occupancy,
+        calls.count * kernels.memory_s * (1 - kernels.cached),
+        math_s * ~tensor,
+        math_s * tensor,
+        busy_s,
+        busy_s * (timed.watts - idle_w),
+        calls.count * pointwise_s(calls, timed.specs),
+    )
+    *active_s, above_idle_j, pointwise = (column.sum(axis=-1) for column in columns)
+    active_s[_ACTIVE.index("fp32a")] += pointwise
+    rows = zip(np.transpose(active_s).tolist(), above_idle_j.tolist(), idle_w[:, 0].tolist(), strict=True)
+    return [
+        StepWork(active_s=dict(zip(_ACTIVE, row, strict=True)), above_idle_j=above_j, idle_w=idle)
+        for row, above_j, idle in rows
+    ]
 
 
 def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

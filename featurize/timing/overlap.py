@@ -7,7 +7,7 @@ communication that computation does not hide. Memory is `featurize.memory.replay
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -150,11 +150,12 @@ def simulate(
     *,
     layout: Parallel | None = None,
     memory: MemoryProfile | None = None,
-    beside: Iterable[DeviceSpec] = (),
+    timed: TimedStep | None = None,
 ) -> SimulatedStep:
     """Price a traced step on one GPU model, on the machine of its description. `settings` are the trace's own, fp32 by
     default: operators on fp32 tensors run in TF32 where the precision allows it. With the `layout` of a job on several
-    GPUs, the step is a rank's. `memory` is an existing replay, and `beside` as in `time_step`.
+    GPUs, the step is a rank's. `memory` is an existing replay, and
+    `timed` an existing time.
 
     Raises:
         UsageError: The GPU model's description lacks the interconnect that the layout needs.
@@ -164,7 +165,7 @@ def simulate(
         trace=trace,
         spec=spec,
         memory=memory or replay(trace, spec, cudnn_benchmark=settings.cudnn_benchmark),
-        timed=time_step(trace, spec, settings, beside=beside),
+        timed=timed or time_step(trace, spec, settings),
         process_mib=outside_mib(trace, spec),
         communication=Communication() if layout is None else communication_of(trace, spec, settings, layout),
     )

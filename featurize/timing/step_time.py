@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,19 +25,16 @@ from featurize.timing.activity import (
     STEP_VALUES,
     ActivityParameters,
     StepActivity,
+    StepWork,
     TimedKernels,
     kernel_activity,
     kernel_load,
     load_power,
     occupied_on,
-    step_activity,
+    step_work,
     under_limit,
 )
 from featurize.timing.calls import (
-    ATTENTION,
-    GROUPS,
-    PRODUCT,
-    STREAM,
     Calls,
     KernelCall,
     as_calls,
@@ -99,9 +96,9 @@ class TimedStep:
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         machines: Factor by which the host of 9 of 10 machines takes at most longer.
         input_ms: The input pipeline's time, which overlaps nothing.
-        by_kind_ms: Kind of kernel -> its time, the longest first.
-        activity: The step's activity.
-        kernels: The kernels of the step.
+        work: What the step's kernels do.
+        kernels: The kernels of the step, on all GPU models that they were timed on together.
+        row: Row of the GPU model in `kernels`.
         error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
     """
 
@@ -110,10 +107,24 @@ class TimedStep:
     host_ms: float
     machines: float
     input_ms: float
-    by_kind_ms: Mapping[str, float]
-    activity: StepActivity
+    work: StepWork
     kernels: TimedKernels = field(repr=False, compare=False)
+    row: int = field(repr=False, compare=False)
     error_quantiles: Mapping[float, float]
+
+    @functools.cached_property
+    def activity(self) -> StepActivity:
+        """The step's activity."""
+        return self.work.activity_in(self.step_time_ms * 1e-3)
+
+    @property
+    def by_kind_ms(self) -> dict[str, float]:
+        """Kind of kernel -> its time, the longest first."""
+        calls, by_kind = self.kernels.calls, defaultdict[str, float](float)
+        total_ms = calls.count * self.kernels.seconds[self.row] * 1e3
+        for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
+            by_kind[kind] += of_kind_ms
+        return dict(sorted(by_kind.items(), key=lambda item: -item[1]))
 
     @property
     def bound_by(self) -> str:
@@ -127,6 +138,12 @@ class TimedStep:
         slow_ms = self.input_ms + overlap_times(self.busy_ms, self.host_ms * self.machines)
         return max(self.step_time_ms * self.error_quantiles[0.9], slow_ms)
 
+    def with_input(self, input_ms: float) -> TimedStep:
+        """Return the step where an input pipeline takes `input_ms`, which overlap nothing."""
+        if not input_ms:
+            return self
+        return replace(self, step_time_ms=input_ms + overlap_times(self.busy_ms, self.host_ms), input_ms=input_ms)
+
 
 def time_step(
     trace: StepTrace,
@@ -135,36 +152,39 @@ def time_step(
     *,
     input_ms: float = 0.0,
     learned: LearnedEfficiencies | None = None,
-    beside: Iterable[DeviceSpec] = (),
 ) -> TimedStep:
-    """Return the time of a traced step on a GPU model.
+    """Return the time of a traced step on one GPU model: see `time_steps` and `TimedStep.with_input`."""
+    return time_steps(trace, [spec], settings, learned=learned)[0].with_input(input_ms)
+
+
+def time_steps(
+    trace: StepTrace,
+    specs: Iterable[DeviceSpec],
+    settings: TrainingSettings,
+    *,
+    learned: LearnedEfficiencies | None = None,
+) -> list[TimedStep]:
+    """Return the time of a traced step on each GPU model, without any input.
 
     The GPU's time and the host's overlap; the longer decides. Kernels run one after another.
 
     Args:
         trace: One step.
-        spec: The GPU model.
+        specs: The GPU models: the kernels are timed on all of them in one pass.
         settings: The trace's training settings, which decide the framework that launches the kernels.
-        input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
-        beside: Further GPU models of the same question: the kernels are timed on all of them in one pass.
     """
-    framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
+    framework = framework_of(trace, settings)
     gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
-    make = functools.partial(_times_without_input, trace, settings, efficiencies, framework, gathers)
+    steps: dict[DeviceSpec, TimedStep] = {}
     if learned is None:  # cached: an estimate reads it again for fitted models, and for the same step in a loop
         choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
         steps = _keeper(trace).remembered(("timed steps", *choices), dict[DeviceSpec, TimedStep])
-        if spec not in steps:
-            steps |= make([device for device in dict.fromkeys((spec, *beside)) if device not in steps])
-    else:
-        steps = make([spec])
-    step = steps[spec]
-    if not input_ms:
-        return step
-    step_ms = input_ms + overlap_times(step.busy_ms, step.host_ms)
-    activity = step_activity(step.kernels, spec, step_ms * 1e-3, efficiencies.activity)
-    return replace(step, step_time_ms=step_ms, input_ms=input_ms, activity=activity)
+    specs = tuple(specs)
+    if missing := tuple(spec for spec in dict.fromkeys(specs) if spec not in steps):
+        efficiencies = learned or load_efficiencies()
+        steps |= zip(missing, _time_on(missing, trace, settings, efficiencies, framework, gathers), strict=True)
+    return [steps[spec] for spec in specs]
 
 
 def _keeper(trace: StepTrace) -> StepTrace:
@@ -173,79 +193,66 @@ def _keeper(trace: StepTrace) -> StepTrace:
     return looped if looped is not None and looped.operators is trace.operators else trace
 
 
-def _times_without_input(
+def _time_on(
+    specs: tuple[DeviceSpec, ...],
     trace: StepTrace,
     settings: TrainingSettings,
     learned: LearnedEfficiencies,
     framework: str,
     gathers: bool,
-    specs: Sequence[DeviceSpec],
-) -> dict[DeviceSpec, TimedStep]:
+) -> Iterator[TimedStep]:
+    """Yield the time of a step on each GPU model."""
     flags = uses_tf32(settings.precision)
     calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
-    several = len(specs) > 1
-    timed = timed_kernels(calls, tuple(specs) if several else specs[0], settings, learned)
+    timed = timed_kernels(calls, specs, settings, learned)
     if gathers and framework != MEGATRON:
         timed = replace(timed, seconds=timed.seconds * learned.sharded)
-    rows = map(timed.row, range(len(specs))) if several else [timed]
-    return {spec: _time_without_input(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
-
-
-def _time_without_input(
-    timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies
-) -> TimedStep:
-    """Return the step of these kernels, without any input."""
-    calls = timed.calls
-    total_ms = calls.count * timed.seconds * 1e3
-    by_kind: dict[str, float] = defaultdict(float)
-    for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
-        by_kind[kind] += of_kind_ms
-    busy_ms = float(total_ms.sum())
-    launching_ms = host_ms(calls, spec, framework)
-    step_ms = overlap_times(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
-    return TimedStep(
-        step_time_ms=step_ms,
-        busy_ms=busy_ms,
-        host_ms=launching_ms,
-        machines=machines_of(framework),
-        input_ms=0.0,
-        by_kind_ms=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-        activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
-        kernels=timed,
-        error_quantiles=learned.error_quantiles,
-    )
+    all_busy_ms = (calls.count * timed.seconds * 1e3).sum(axis=-1).tolist()
+    machines = machines_of(framework)
+    works = step_work(timed, learned.activity)
+    for row, (spec, work, busy_ms) in enumerate(zip(specs, works, all_busy_ms, strict=True)):
+        launching_ms = host_ms(calls, spec, framework)
+        yield TimedStep(
+            step_time_ms=overlap_times(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3,
+            busy_ms=busy_ms,
+            host_ms=launching_ms,
+            machines=machines,
+            input_ms=0.0,
+            work=work,
+            kernels=timed,
+            row=row,
+            error_quantiles=learned.error_quantiles,
+        )
 
 
 def timed_kernels(
-    calls: Calls,
-    spec: DeviceSpec | tuple[DeviceSpec, ...],
-    settings: TrainingSettings,
-    learned: LearnedEfficiencies,
+    calls: Calls, specs: tuple[DeviceSpec, ...], settings: TrainingSettings, learned: LearnedEfficiencies
 ) -> TimedKernels:
-    """Return each kernel's time on a GPU model, or several, and its activity there. Args as in `time_step`."""
+    """Return each kernel's time and its activity on each GPU model. Args as in `time_steps`."""
     kernels = kernels_on(
         calls,
-        spec,
+        specs,
         learned.parameters.names,
         channels_last=settings.channels_last,
         searched=settings.cudnn_benchmark,
         half="bf16" if "bf16" in settings.precision else "fp16",
     )
-    occupied = occupied_on(calls, kernels, spec)
+    occupied = occupied_on(calls, kernels, specs)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
     seconds = call_seconds(kernels, learned.parameters)
     load = kernel_load(
         calls,
         kernels,
-        spec,
+        specs,
         seconds=seconds,
         latency_s=learned.latency_s,
         sm_share=sm_share,
         memory_s=traffic_s(kernels, learned.parameters),
     )
-    watts, longer = under_limit(load, spec, load_power())
+    watts, longer = under_limit(load, specs, load_power())
     return TimedKernels(
         calls=calls,
+        specs=specs,
         on_device=kernels,
         per_sm=occupied.per_sm,
         seconds=seconds * longer,
@@ -324,18 +331,6 @@ def _round(values: ArrayLike) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
-KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
-_KIND_OF_GROUP = {PRODUCT: "matmul", ATTENTION: "attention"}
-_BEGINNINGS = {
-    "batch_norm": "normalization",
-    "group_norm": "normalization",
-    "layer_norm": "row",
-    "softmax": "row",
-    "reduction": "reduction",
-    "optimizer": "optimizer",
-}
-
-
 class OperatorCost(NamedTuple):
     """One operator, all its kernels.
 
@@ -364,9 +359,9 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
         for call, times in run:
             counts[call] += times
         of_operators.append(run)
-    timed = timed_kernels(as_calls(counts, 0.0), spec, settings, load_efficiencies())
+    timed = timed_kernels(as_calls(counts, 0.0), (spec,), settings, load_efficiencies())
     active = timed.seconds * timed.sm_share
-    columns = zip(timed.seconds.tolist(), active.tolist(), (active * timed.occupancy).tolist(), strict=True)
+    columns = zip(timed.seconds[0].tolist(), active[0].tolist(), (active * timed.occupancy)[0].tolist(), strict=True)
     priced = dict(zip(counts, columns, strict=True))
     costs = []
     for run in of_operators:
@@ -387,40 +382,13 @@ def features(step: TimedStep) -> dict[str, float]:
     blocks over SMs, as a logarithm of base 2), `intensity` is FLOPs per byte (log2), times are in ms or µs (log2 where
     named so).
     """
-    timed = step.kernels
-    calls, kernels = timed.calls, timed.on_device
-    total = float((calls.count * timed.seconds).sum())
-    share = calls.count * timed.seconds / (total or 1.0)
-    by_kind = dict.fromkeys(KINDS, 0.0)
-    for kind, group, part in zip(calls.kind, calls.group.tolist(), share.tolist(), strict=True):
-        by_kind[kind_of(kind, GROUPS[group])] += part
-    launch = np.maximum(kernels.math_s, kernels.memory_s) < timed.latency_s
-    compute = ~launch & (kernels.math_s > kernels.memory_s)
-    by_bound = {"launch": launch, "compute": compute, "memory": ~launch & ~compute}
-    number, flops, nbytes = (float((calls.count * column).sum()) for column in (1.0, calls.flops, calls.nbytes))
-    waves = np.log2(np.maximum(timed.per_sm, 2**-10))
     return {
         "step_time_log2_ms": math.log2(step.step_time_ms),
         "busy_log2_ms": math.log2(max(step.busy_ms, 2**-20)),
         "host_over_step": step.host_ms / step.step_time_ms,
         **vars(step.activity),
-        "intensity_log2": math.log2((flops + 1) / (nbytes + 1)),
-        "kernels_log2": math.log2(number + 1),
-        "mean_kernel_us": total / max(number, 1.0) * 1e6,
-        "fill": float((share * timed.sm_share).sum()),
-        "waves_log2": float((share * waves).sum()),
-        "longest_kernel": float(np.max(timed.seconds, initial=0.0)) / (total or 1.0),
-        **{f"time_{kind}": part for kind, part in by_kind.items()},
-        **{f"bound_{bound}": float(share[holds].sum()) for bound, holds in by_bound.items()},
+        **step.kernels.features[step.row],
     }
-
-
-@functools.cache
-def kind_of(kind: str, group: str) -> str:
-    """Return the member of `KINDS` that a kernel belongs to."""
-    if group != STREAM:
-        return _KIND_OF_GROUP.get(group, "convolution")
-    return next((name for begin, name in _BEGINNINGS.items() if kind.startswith(begin)), "elementwise")
 
 
 _BEGINS, _WAITS = 0, 1

@@ -20,7 +20,7 @@ from conf.files.disk_cache import keep, kept_at_once, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
 from featurize.timing.overlap import SimulatedStep
-from learn.estimation.draft import Draft
+from learn.estimation.draft import Draft, trace_together
 from learn.estimation.fitted_models import FittedModels
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
@@ -67,13 +67,13 @@ def _make_estimates(
     steps = StepStore(request.options.data)
     models = FittedModels(request.options, steps)
     drafts = [Draft(replace(request, platform=on), steps, timeline=timeline, traces=traces) for on in platforms]
-    devices = [draft.device for draft in drafts]
+    trace_together(drafts, traces)
     for draft in drafts:
-        try:
-            draft.trace(drafts[0].failure, devices)
-            draft.choose_sources(models)
-        except CommandError as error:
-            draft.error = error
+        if draft.error is None:
+            try:
+                draft.choose_sources(models)
+            except CommandError as error:
+                draft.error = error
     models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
     outcomes: list[tuple[Estimate | CommandError, SimulatedStep | None]] = []
     for draft in drafts:

@@ -7,13 +7,13 @@ targets that these do not answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.units import MIB
-from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.memory.replay import loads_cudnn
 from featurize.recording.step_trace import BatchMix, StepTrace
@@ -29,7 +29,7 @@ from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PR
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
-from learn.job.traced import CannotTrace, step_of, wants_values
+from learn.job.traced import CannotTrace, step_of, steps_of, wants_values
 from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, loop_named
 from learn.peers.base import TRACE_HAS_NO_BOUND, CannotEstimate, Peer, analyse
 from learn.rows.data import get_target
@@ -61,7 +61,7 @@ class Draft:
 
     def __init__(self, request: Request, steps: StepStore, *, timeline: bool, traces: Traces | None) -> None:
         self.request, self.platform, self.device = request, request.platform, request.platform.device
-        self._steps, self._timeline, self._traces = steps, timeline, traces
+        self._steps, self.timeline, self._traces = steps, timeline, traces
         self.job = request.job
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -85,37 +85,23 @@ class Draft:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
-    def trace(self, failure: CommandError | None, beside: Iterable[DeviceSpec]) -> None:
-        """Trace the step, or keep the reason why it cannot be traced.
-
-        Args:
-            failure: The error of an earlier attempt, on another GPU model; None before the first one.
-            beside: Further GPU models of the same question.
-
-        Raises:
-            UsageError: A GPU model that the job cannot run on.
-        """
+    def prepare(self) -> None:
+        """Prepare the platform for the trace. Raises `UsageError` for a GPU model that the job cannot run on."""
         if self.job.parallel is not None:
             communicators_mib(self.device, self.job.parallel)  # refuses a GPU model before anything is traced
         self.platform.prepare_workspaces(self.job)
-        try:
-            if failure is not None and not isinstance(failure, UnsuitableDevice):
-                raise failure
-            self.traced = step_of(
-                self.job,
-                self.device,
-                allocator=self.platform.allocator,
-                timeline=self._timeline,
-                traces=self._traces,
-                beside=beside,
-            )
-        except CommandError as error:
-            self.failure = error
+
+    def take_step(self, step: SimulatedStep | CommandError) -> None:
+        """Take the traced step, or the reason why it cannot be traced."""
+        if isinstance(step, CommandError):
+            self.failure = step
             if self.case.config is not None:  # it may name code that may not run here: a stored trace may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
             of_case = not self.job.batches and self.platform.allocator is None  # else another job failed
             if of_case and self._steps.features(self.case) is None:
-                self._steps.keep(self.case, StepRecord(error=str(error)))
+                self._steps.keep(self.case, StepRecord(error=str(step)))
+        else:
+            self.traced = step
         if self.traced is not None and self.traced.trace.mix is not None:
             self.alone = self.job.alone(self.traced.trace.mix.longest)
             self.case = self._case()
@@ -124,7 +110,7 @@ class Draft:
     def _with_longest(self, mixed: SimulatedStep, mix: BatchMix) -> SimulatedStep:
         """Return the traced mix, or its longest batch alone where that takes more: the caches of the other batches may
         fit its allocations better than its own caches do."""
-        longest = step_of(self.alone, self.device, allocator=self.platform.allocator, timeline=self._timeline)
+        longest = step_of(self.alone, self.device, allocator=self.platform.allocator, timeline=self.timeline)
         if longest.peak_memory_mib <= mixed.peak_memory_mib:
             return mixed
         text = (
@@ -246,9 +232,9 @@ class Draft:
     def _place(self, traced: SimulatedStep) -> None:
         """Place the traced step on the machine, and bound memory by its causes where no fitted model bounds it."""
         described_mib = traced.peak_memory_mib
-        traced = guessed = self.platform.place(traced, self.job, timeline=self._timeline)
+        traced = guessed = self.platform.place(traced, self.job, timeline=self.timeline)
         if self.platform.workspaces is not None:  # after the fitted models have read: they know guessed workspaces only
-            traced = self.platform.place(guessed, self.job, timeline=self._timeline, workspaces=True)
+            traced = self.platform.place(guessed, self.job, timeline=self.timeline, workspaces=True)
         self.traced = traced
         if self.memory is None:
             self._set("memory", traced.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
@@ -446,6 +432,25 @@ class Draft:
         if own_runs is None or by_runs.answered_by == estimate.answered_by:
             return by_runs
         return by_runs.with_values(notes=(own_runs.note(runs), *by_runs.notes))
+
+
+def trace_together(drafts: Sequence[Draft], traces: Traces | None) -> None:
+    """Trace the step of one job for its drafts on several platforms. `traces` as in `learn.job.traced.steps_of`."""
+    ready = []
+    for draft in drafts:
+        try:
+            draft.prepare()
+            ready.append(draft)
+        except CommandError as error:
+            draft.error = error
+    job, allocator, timeline = drafts[0].job, drafts[0].platform.allocator, drafts[0].timeline
+    devices = [draft.device for draft in ready]
+    steps = steps_of(job, devices, allocator=allocator, timeline=timeline, traces=traces)
+    for draft, step in zip(ready, steps, strict=True):
+        try:
+            draft.take_step(step)
+        except CommandError as error:
+            draft.error = error
 
 
 def _merge(notes: list[Note]) -> list[Note]:

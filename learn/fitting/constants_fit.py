@@ -186,16 +186,16 @@ class _PowerFit:
         self._power, self._slower = (torch.tensor(np.nan_to_num(measured, nan=1.0)) for measured in (power, slower))
         self._kinds = np.array([f"{row.device.name} {row.model}" for row in rows])
 
-        timed = [timed_kernels(row.calls, row.device, SETTINGS, learned) for row in rows]
+        timed = [timed_kernels(row.calls, (row.device,), SETTINGS, learned) for row in rows]
         self._load = KernelLoad(
             **{
-                name: torch.tensor(np.concatenate([getattr(timed_row.load, name) for timed_row in timed]))[:, None]
+                name: torch.tensor(np.concatenate([getattr(timed_row.load, name)[0] for timed_row in timed]))[:, None]
                 for name in KernelLoad.__dataclass_fields__
             }
         )
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
         self._busy_ms = (
-            torch.tensor(np.concatenate([timed_row.seconds * timed_row.calls.count for timed_row in timed]))[:, None]
+            torch.tensor(np.concatenate([timed_row.seconds[0] * timed_row.calls.count for timed_row in timed]))[:, None]
             * 1e3
         )
         # The host's time for a launch is not published; the shortest step on a GPU's machine is its upper limit.
@@ -463,7 +463,7 @@ def _times(
     learned: LearnedEfficiencies,
     measured_ms: float,
 ) -> Times:
-    busy_ms = float((calls.count * timed_kernels(calls, device, settings, learned).seconds).sum()) * 1e3
+    busy_ms = float((calls.count * timed_kernels(calls, (device,), settings, learned).seconds).sum()) * 1e3
     at_0, at_1 = (host_ms(calls, device, framework, {framework: HostTime(factor=x, machines=1.0)}) for x in (0.0, 1.0))
     return label, busy_ms, at_0, at_1, measured_ms
 

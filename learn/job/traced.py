@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from conf.errors import UsageError, kept_from_exit
-from featurize.device.device_spec import DeviceSpec, describe_device
+from conf.errors import CommandError, UsageError, kept_from_exit
+from featurize.device.device_spec import DeviceSpec, UnsuitableDevice, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.operators.table import SCALED_PRODUCT
 from featurize.trace import trace_cache
@@ -51,32 +52,88 @@ def step_of(
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
     traces: Traces | None = None,
-    beside: Iterable[DeviceSpec] = (),
 ) -> SimulatedStep:
-    """Trace a job's training step, replay its memory and price it on `device`.
+    """Trace a job's training step, replay its memory and price it on `device`. Args as in `steps_of`.
 
-    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are the job's traces that
-    the caller keeps. `beside` as in `time_step`. Raises `CannotTrace`, and `UsageError` for an invalid job: an unknown
-    device, a factory that does not return a module, an output without logits.
+    Raises `CannotTrace`, and `UsageError` for an invalid job: an unknown device, a factory that does not return a
+    module, an output without logits.
     """
+    (step,) = steps_of(job, [describe_device(device)], allocator=allocator, timeline=timeline, traces=traces)
+    if isinstance(step, CommandError):
+        raise step
+    return step
+
+
+def steps_of(
+    job: TrainingJob,
+    specs: Sequence[DeviceSpec],
+    *,
+    allocator: AllocatorSettings | None = None,
+    timeline: bool = False,
+    traces: Traces | None = None,
+) -> list[SimulatedStep | CommandError]:
+    """Return a job's step on each GPU model: traced, its memory replayed, and priced; or the error of `step_of`.
+
+    Args:
+        job: The job.
+        specs: The GPU models. Those that share a trace are priced together; a job that cannot be traced on the first
+            one, for a reason that is not the GPU model's, is not traced again.
+        allocator: Settings of the caching allocator.
+        timeline: Whether to keep the allocator's state after every event in `memory.timeline`.
+        traces: The job's traces that the caller keeps.
+    """
+    from featurize.timing.overlap import simulate
+    from featurize.timing.step_time import time_steps
+
+    steps: dict[DeviceSpec, SimulatedStep | CommandError] = {}
+    placed: dict[DeviceSpec, _Placed] = {}
+    alike: dict[int, list[DeviceSpec]] = {}
+    failure: CommandError | None = None
+    for spec in specs:
+        try:
+            if failure is not None:
+                raise failure
+            placed[spec] = _place(job, trace_of(job, spec, traces), spec, allocator, timeline)
+            alike.setdefault(id(placed[spec].trace), []).append(spec)
+        except CommandError as error:
+            steps[spec] = error
+            if spec is specs[0] and not isinstance(error, UnsuitableDevice):
+                failure = error
+    for of_trace in alike.values():
+        timed = time_steps(placed[of_trace[0]].trace, of_trace, job.settings)
+        for spec, step in zip(of_trace, timed, strict=True):
+            trace, memory, of_ranks = placed[spec]
+            try:
+                simulated = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, timed=step)
+            except CommandError as error:
+                steps[spec] = error
+            else:
+                steps[spec] = replace(simulated, of_ranks=of_ranks) if of_ranks else simulated
+    return [steps[spec] for spec in specs]
+
+
+class _Placed(NamedTuple):
+    """A rank's trace, the replay of its memory on a GPU model, and those of all ranks of its pipeline."""
+
+    trace: StepTrace
+    memory: MemoryProfile
+    of_ranks: Mapping[int, MemoryProfile]
+
+
+def _place(
+    job: TrainingJob, trace: StepTrace, spec: DeviceSpec, allocator: AllocatorSettings | None, timeline: bool
+) -> _Placed:
+    """Replay the memory of a traced step on one GPU model; of a pipeline, the rank that needs the most is chosen."""
     from featurize.memory.replay import replay
-    from featurize.timing.overlap import ranks_of_stages, simulate
+    from featurize.timing.overlap import ranks_of_stages
 
-    spec = describe_device(device)
-    benchmark = job.settings.cudnn_benchmark
-
-    def replay_memory(trace: StepTrace, timeline: bool) -> MemoryProfile:
-        return replay(trace, spec, cudnn_benchmark=benchmark, allocator=allocator, timeline=timeline)
-
-    trace = trace_of(job, spec, traces)
-    groups = () if trace.pipeline is None else trace.pipeline.groups
-    of_ranks = {group.ranks[0]: replay_memory(group.trace, False) for group in groups}
-    if groups:
-        worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
-        trace = ranks_of_stages(trace)[worst]
-    memory = replay_memory(trace, timeline) if timeline or not groups else of_ranks[worst]
-    step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
-    return replace(step, of_ranks=of_ranks) if groups else step
+    on_card = partial(replay, spec=spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
+    if trace.pipeline is None or not trace.pipeline.groups:
+        return _Placed(trace, on_card(trace, timeline=timeline), {})
+    of_ranks = {group.ranks[0]: on_card(group.trace) for group in trace.pipeline.groups}
+    worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
+    trace = trace.remembered("ranks", lambda: ranks_of_stages(trace))[worst]
+    return _Placed(trace, on_card(trace, timeline=True) if timeline else of_ranks[worst], of_ranks)
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:

@@ -37,6 +37,7 @@ from featurize.timing.step_time import (
     operator_costs,
     read_efficiencies,
     time_step,
+    time_steps,
 )
 from featurize.timing.times import HostTime, call_seconds, framework_of, host_ms, kernels_on
 from featurize.trace.tracer import trace_config, trace_step
@@ -137,7 +138,7 @@ def test_a_step_takes_as_long_on_a_gpu_model_alone_as_beside_all_others(small_cn
     for precision in ("fp32", "tf32", "bf16"):
         # Of its own each: without a loop that runs the same, in which both would remember their times.
         together, alone = (replace(small_cnn, in_a_loop=None) for _ in range(2))
-        steps = [time_step(together, spec, Training(precision=precision), beside=specs) for spec in specs]
+        steps = time_steps(together, specs, Training(precision=precision))
         assert steps == [time_step(alone, spec, Training(precision=precision)) for spec in specs]
 
 
