@@ -237,17 +237,18 @@ class _Paths:
         right = (first > self.threshold) | (np.isnan(first) & ~self.missing_left)
         word = np.dtype(np.uint64 if n > 8 else np.uint8)
         rights = np.where(right, ~word.type(0), word.type(0))[:, None].repeat(-(-n // (8 * word.itemsize)), axis=1)
-        bits = rights.view(np.uint8)[:, : -(-n // 8)]
+        whole = 8 * -(-n // 8)  # rows that fill bytes: those beyond n repeat the last one, and are not read
+        bits = rights.view(np.uint8)[:, : whole // 8]
         pattern = columns.view(np.int64)  # bit patterns, as NaN equals itself there
         varies = (pattern != pattern[:, :1]).any(axis=1)
+        columns = columns.take(np.minimum(np.arange(whole), n - 1), axis=1)
+        missing = np.isnan(columns).any(axis=1)
         for column, missing_left, begin, end in self.groups:
             if varies[column]:
-                values = columns[column]
-                if missing_left:
-                    values = np.where(np.isnan(values), -np.inf, values)
-                below = np.searchsorted(self.threshold[begin:end], values)  # thresholds below; NaN is above all
-                number = np.arange(end - begin, dtype=np.min_scalar_type(end - begin))
-                bits[begin:end] = np.packbits(below.astype(number.dtype) > number[:, None], axis=1, bitorder="little")
+                goes_right = columns[column] > self.threshold[begin:end, None]
+                if missing[column] and not missing_left:
+                    goes_right |= np.isnan(columns[column])
+                bits[begin:end] = np.packbits(goes_right, bitorder="little").reshape(end - begin, -1)
         return rights
 
     def sums(self, rights: np.ndarray, n: int) -> np.ndarray:
