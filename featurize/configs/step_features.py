@@ -23,8 +23,8 @@ from featurize.memory.cudnn_workspaces import scenario_features
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
-from featurize.timing.step_time import features as priced_features
-from featurize.timing.step_time import operator_costs, python_loader_ms, time_step
+from featurize.timing.step_time import features as features_of_time
+from featurize.timing.step_time import operator_costs, python_loader_ms, time_steps
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
@@ -217,21 +217,65 @@ def step_features(
 ) -> dict[str, float]:
     """Return name -> finite number, with the same names for every job.
 
-    `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
-    [0, 1]. `job_priced_*` are the features of `featurize.timing.step_time.features`, with the input pipeline of a plain
-    loop if the job runs in one.
+    Args as in `features_on`, of one GPU model.
     """
-    return {
+    placed = [(spec, memory)]
+    return features_on(trace, placed, settings, batch_size=batch_size, training_loop=training_loop)[0]
+
+
+def features_on(
+    trace: StepTrace,
+    placed: Sequence[tuple[DeviceSpec, MemoryProfile]],
+    settings: TrainingSettings,
+    *,
+    batch_size: int,
+    training_loop: bool,
+) -> list[dict[str, float]]:
+    """Return the features of a step on each GPU model: name -> finite number, with the same names for every job.
+
+    Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in [0, 1]. `job_priced_*` are the features of
+    `featurize.timing.step_time.features`, with the input pipeline of a plain loop if the job runs in one.
+
+    Args:
+        trace: One step.
+        placed: The GPU models, each with the trace's replay on it.
+        settings: The trace's training settings.
+        batch_size: Samples of a batch.
+        training_loop: Whether the job runs in the usual loop.
+    """
+    # Of all steps, also in a mix, as the learned estimators were fitted; `trace.batch_bytes` has a mix's last two.
+    batches = (block.nbytes for block in trace.blocks if block.kind == "batch")
+    nbytes = trace.remembered("batch bytes of all steps", lambda: sum(batches))
+    waits_ms = python_loader_ms(batch_size, nbytes) if training_loop else 0.0
+    of_job = {
         **trace.remembered(("network", batch_size), lambda: _network(trace, batch_size)),
         "net_states": OPTIMIZERS[settings.optimizer].states,
         "net_math_bits": MATH_BITS.get(settings.precision, 32),
         "net_channels_last": float(settings.channels_last),
         "net_cudnn_benchmark": float(settings.cudnn_benchmark),
         "net_training_loop": float(training_loop),
-        **_memory(trace, memory, spec, batch_size),
-        **_utilization(trace, spec, settings, batch_size, training_loop),
-        **device_features(spec),
+        "job_log_batch": math.log2(batch_size),
+        "job_log_batch_bytes": _log(nbytes),
     }
+    steps = time_steps(trace, [spec for spec, _ in placed], settings)
+    of_replays: dict[int, dict[str, float]] = {}  # GPU models with equal libraries share a replay
+    features = []
+    for (spec, memory), step in zip(placed, steps, strict=True):
+        if id(memory) not in of_replays:
+            of_replays[id(memory)] = of_job | _allocator_features(trace, memory)
+        timed = step.with_input(waits_ms)
+        of_time = features_of_time(timed)
+        features.append(
+            {
+                **of_replays[id(memory)],
+                **_card_features(trace, memory, spec),
+                **dict(zip(_prefixed(tuple(of_time)), of_time.values(), strict=True)),
+                "job_input_share": waits_ms / timed.step_time_ms,
+                "job_step_time_ms": timed.step_time_ms,
+                **device_features(spec),
+            }
+        )
+    return features
 
 
 def _network(trace: StepTrace, batch: int) -> dict[str, float]:
@@ -328,48 +372,39 @@ def _reached_by_batch(trace: StepTrace) -> list[bool]:
     return reached
 
 
-def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: int) -> dict[str, float]:
+def _allocator_features(trace: StepTrace, memory: MemoryProfile) -> dict[str, float]:
     reserved, allocated = memory.peak_reserved / MIB, memory.peak_allocated / MIB
     parts = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
-    outside = outside_mib(trace, spec)
-    states = trace.parameter_bytes / MIB
     sizes = trace.remembered("sizes", lambda: [block.nbytes for block in trace.blocks if block.call is None])
     largest = trace.remembered("largest block", lambda: max(sizes, default=0))
     return {
-        "job_memory_mib": reserved + outside,
         "job_reserved_mib": reserved,
         "job_allocated_mib": allocated,
-        "job_outside_mib": outside,
-        "job_weights_mib": states,
+        "job_weights_mib": trace.parameter_bytes / MIB,
         "job_fits": float(memory.fits),
-        "job_log_batch": math.log2(batch),
-        "job_log_memory": _log(reserved + outside),
         "job_share_fragmentation": 1 - sum(parts.values()) / max(reserved, 1e-9),
         "job_log_largest_block": _log(largest),
         "job_share_largest_block": largest / MIB / max(allocated, 1e-9),
         "job_workspaces": float(len(trace.blocks) - len(sizes)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
-        **{
-            f"job_scenario_{name}": ratio
-            for name, ratio in scenario_features(trace, spec, outside, reserved + outside).items()
-        },
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
     }
 
 
-def _utilization(
-    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, batch: int, training_loop: bool
-) -> dict[str, float]:
-    # Of all steps, also in a mix, as the learned estimators were fitted; `trace.batch_bytes` has a mix's last two.
-    batches = (block.nbytes for block in trace.blocks if block.kind == "batch")
-    nbytes = trace.remembered("batch bytes of all steps", lambda: sum(batches))
-    waits = python_loader_ms(batch, nbytes) if training_loop else 0.0
-    step = time_step(trace, spec, settings, input_ms=waits)
-    return {f"job_priced_{name}": float(value) for name, value in priced_features(step).items()} | {
-        "job_input_share": waits / step.step_time_ms,
-        "job_log_batch_bytes": _log(nbytes),
-        "job_step_time_ms": step.step_time_ms,
+def _card_features(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec) -> dict[str, float]:
+    outside = outside_mib(trace, spec)
+    total = memory.peak_reserved / MIB + outside
+    return {
+        "job_memory_mib": total,
+        "job_outside_mib": outside,
+        "job_log_memory": _log(total),
+        **{f"job_scenario_{name}": ratio for name, ratio in scenario_features(trace, spec, outside, total).items()},
     }
+
+
+@functools.cache
+def _prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"job_priced_{name}" for name in names)
 
 
 def _log(value: float) -> float:

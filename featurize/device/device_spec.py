@@ -219,6 +219,9 @@ class DeviceSpec:
             bad += self._problem_of_limit("power_cap_w", self.power_cap_w)
         refuse(bad, f"device {self.name}: ")
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a description is the key of many caches: equal ones have equal names
+
     @property
     def least_limit_w(self) -> float:
         """The lowest power limit that can be set, in W."""
@@ -390,7 +393,8 @@ def same_device(name: str | None, other: str | None) -> bool:
     return plain_device(name) == plain_device(other)
 
 
-def device_features(spec: DeviceSpec) -> dict[str, float]:
+@functools.lru_cache(maxsize=256)
+def device_features(spec: DeviceSpec) -> Mapping[str, float]:
     """Return a GPU model's features for learners."""
     rates, (major, minor) = spec.peak_tflops, spec.compute_capability or (0, 0)  # AMD's GPUs have none
     return {

@@ -66,7 +66,7 @@ def _make_estimates(
     began = time.monotonic_ns()
     steps = StepStore(request.options.data)
     models = FittedModels(request.options, steps)
-    drafts = [Draft(replace(request, platform=on), steps, timeline=timeline, traces=traces) for on in platforms]
+    drafts = [Draft(replace(request, platform=on), steps, timeline=timeline) for on in platforms]
     trace_together(drafts, traces)
     for draft in drafts:
         if draft.error is None:
@@ -74,7 +74,7 @@ def _make_estimates(
                 draft.choose_sources(models)
             except CommandError as error:
                 draft.error = error
-    models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
+    models.ask((question for draft in drafts if draft.error is None for question in draft.questions), traces)
     outcomes: list[tuple[Estimate | CommandError, SimulatedStep | None]] = []
     for draft in drafts:
         try:

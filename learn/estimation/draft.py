@@ -59,9 +59,9 @@ class Draft:
     error       the reason that there is no estimate
     """
 
-    def __init__(self, request: Request, steps: StepStore, *, timeline: bool, traces: Traces | None) -> None:
+    def __init__(self, request: Request, steps: StepStore, *, timeline: bool) -> None:
         self.request, self.platform, self.device = request, request.platform, request.platform.device
-        self._steps, self.timeline, self._traces = steps, timeline, traces
+        self._steps, self.timeline = steps, timeline
         self.job = request.job
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
@@ -145,10 +145,8 @@ class Draft:
             if beyond:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
-            self.questions = models.choose(self.case, self._traces)
-            if any(question.artifact is not None and not question.looped for question in self.questions):
-                at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-                self._steps.lend(self.case, at_hand)
+            at_hand = self.traced if self.platform.allocator is None and not job.batches else None
+            self.questions = models.choose(self.case, at_hand)
 
     def _ask_method(self, estimator: str) -> None:
         """Take memory from a training-free method. Raises `UsageError` with the method's reason."""

@@ -6,8 +6,7 @@ questions.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,12 @@ from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
 from learn.estimation.notes import INFO, TARGETS, WARNING, Note
 from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, versions
-from learn.job.traced import step_of
-from learn.job.training_job import PIPELINE, loop_of_source
+from learn.job.traced import steps_of
+from learn.job.training_job import PIPELINE
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
+    from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnswerOptions
     from learn.estimators.protocol import Prediction
@@ -38,6 +38,7 @@ class ModelQuestion:
     packaged    whether the model is packaged
     case        the case to estimate
     looped      whether that is the estimate's case in a plain loop
+    traced      the case's step, if it is traced already
     notes       notes on models that were passed over, then those on the answer
     figure      the target's figure; None where the model does not know the case
     memory      the figure with its bound, if the model's bound is calibrated
@@ -50,6 +51,7 @@ class ModelQuestion:
     packaged: bool
     case: Case
     looped: bool
+    traced: SimulatedStep | None
     notes: list[Note]
     figure: float | None = None
     memory: Memory | None = None
@@ -90,7 +92,7 @@ class FittedModels:
             and self._options.estimator in (None, artifact.meta["estimator"])
         }
 
-    def choose(self, case: Case, traces: Traces | None) -> list[ModelQuestion]:
+    def choose(self, case: Case, traced: SimulatedStep | None) -> list[ModelQuestion]:
         """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
         else the packaged one.
 
@@ -100,7 +102,7 @@ class FittedModels:
 
         Args:
             case: The case to estimate.
-            traces: As in `learn.job.traced.step_of`.
+            traced: Its step, if it is traced already.
 
         Raises:
             UsageError: The named estimator is not fitted for memory.
@@ -119,7 +121,7 @@ class FittedModels:
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
         learnt: Wanted = {**wanted, "learnt": True}
-        questions, looped = [], None
+        questions, looped = [], _in_plain_loop(case)
         for target in TARGETS:
             newest, notes = None, list[Note]()
             try:
@@ -129,19 +131,24 @@ class FittedModels:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
             known = [model for model in (newest, self._packaged.get(target)) if model is not None]
-            of_loop = (model for model in known if target == "memory" or loop in (None, *_loops_of(model)))
-            artifact, asked = next(of_loop, None), case
-            if artifact is not None and _loops_of(artifact) == {PIPELINE}:
-                asked = looped = looped or _in_plain_loop(case, self._steps, traces)
-            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, asked is not case, notes))
+            of_loop = (model for model in known if target == "memory" or loop in (None, *model.loops))
+            artifact = next(of_loop, None)
+            is_looped = artifact is not None and artifact.loops == {PIPELINE} and looped is not case
+            asked, step = (looped, None) if is_looped else (case, traced)
+            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, is_looped, step, notes))
         return questions
 
-    def ask(self, questions: Iterable[ModelQuestion]) -> None:
-        """Ask each model once for all its questions, and store the answers in them."""
+    def ask(self, questions: Iterable[ModelQuestion], traces: Traces | None) -> None:
+        """Ask each model once for all its questions about one job, and store the answers in them. `traces` as in
+        `learn.job.traced.steps_of`."""
         of_model: dict[int, tuple[Artifact, list[ModelQuestion]]] = {}
+        of_case: dict[int, ModelQuestion] = {}
         for question in questions:
             if question.artifact is not None:
                 of_model.setdefault(id(question.artifact), (question.artifact, []))[1].append(question)
+                of_case[id(question.case)] = question
+        self._lend([question for question in of_case.values() if not question.looped])
+        self._lend(_traced([question for question in of_case.values() if question.looped], traces))
         for artifact, alike in of_model.values():
             try:
                 prediction = artifact.estimator.predict([question.case for question in alike], self._steps)
@@ -157,6 +164,11 @@ class FittedModels:
                     question.notes += _notes_on_answer(question, artifact, prediction, row)
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
                     question.error = UsageError(f"estimator={named} has no answer: {refusal}")
+
+    def _lend(self, questions: Sequence[ModelQuestion]) -> None:
+        """Make the records of cases that are traced."""
+        traced = [(question.case, question.traced) for question in questions if question.traced is not None]
+        self._steps.lend([case for case, _ in traced], [step for _, step in traced])
 
     def _bound_memory(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
         """Return each row's memory with its bound, calibrated on left-out groups, or on held-out rows where the fit
@@ -194,16 +206,17 @@ def _notes_on_answer(question: ModelQuestion, artifact: Artifact, prediction: Pr
     ]
 
 
-def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None) -> Case:
-    """Return the case in a plain loop, with its record loaded."""
+def _in_plain_loop(case: Case) -> Case:
+    """Return the case in a plain loop."""
     if case.training_loop or case.spec is None:
         return case
-    looped = replace(case, training_loop=True, module=case.module and replace(case.module, training_loop=True))
-    with contextlib.suppress(CommandError):  # raised again where the record is read
-        steps.lend(looped, step_of(looped.job, case.spec, traces=traces))
-    return looped
+    return replace(case, training_loop=True, module=case.module and replace(case.module, training_loop=True))
 
 
-def _loops_of(artifact: Artifact) -> set[str]:
-    """Return the loops of the rows that a model was fitted on."""
-    return set(map(loop_of_source, artifact.meta["rows"]["source"]))
+def _traced(questions: Sequence[ModelQuestion], traces: Traces | None) -> Sequence[ModelQuestion]:
+    """Trace the step of one job's questions. A step that cannot be traced raises its error where its record is read."""
+    if questions:
+        specs = [question.case.spec for question in questions if question.case.spec is not None]
+        for question, step in zip(questions, steps_of(questions[0].case.job, specs, traces=traces), strict=True):
+            question.traced = None if isinstance(step, CommandError) else step
+    return questions

@@ -34,6 +34,7 @@ from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
 from featurize.device.device_spec import same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
+from learn.job.training_job import loop_of_source
 from learn.rows.data import Rows, get_target
 from warehouse.files.folder import DataFolder
 
@@ -167,6 +168,11 @@ class Artifact:
     @property
     def version(self) -> str:
         return self.path.name
+
+    @cached_property
+    def loops(self) -> frozenset[str]:
+        """The loops of the rows that it was fitted on."""
+        return frozenset(map(loop_of_source, self.meta["rows"]["source"]))
 
     @cached_property
     def estimator(self) -> Estimator:

@@ -37,7 +37,6 @@ from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
-    from featurize.device.device_spec import DeviceSpec
     from featurize.timing.overlap import SimulatedStep
     from warehouse.files.folder import DataFolder
 
@@ -115,7 +114,7 @@ def compute(case: Case) -> StepRecord:
     error, passing = f"no description of the device {case.device}: see conf/device", False
     try:
         if case.spec is not None:
-            record = record_of(step_of(case.job, case.spec), case.job, case.spec)
+            (record,) = records_of_steps([step_of(case.job, case.spec)], case.job)
             return replace(record, graph=record.packed_graph(), seconds=(time.monotonic_ns() - began) / 1e9)
     except CommandError as reason:
         error = str(reason)
@@ -127,15 +126,26 @@ def compute(case: Case) -> StepRecord:
     return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
-def record_of(traced: SimulatedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
-    """Return the record of a traced step that was replayed with the default allocator. Its graph is packed on first
-    use."""
-    from featurize.configs.step_features import opgraph, step_features
+def records_of_steps(traced: Sequence[SimulatedStep], job: TrainingJob) -> list[StepRecord]:
+    """Return the records of a job's step on several GPU models, replayed with the default allocator. Their graphs are
+    packed on first use."""
+    from featurize.configs.step_features import features_on, opgraph
 
-    values = step_features(
-        traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
-    )
-    return StepRecord(values=values, graph=cache(lambda: pack_graph(opgraph(traced.trace, spec, job.settings))))
+    def graph_of(step: SimulatedStep) -> Callable[[], bytes]:
+        return cache(lambda: pack_graph(opgraph(step.trace, step.spec, job.settings)))
+
+    alike: dict[int, list[SimulatedStep]] = {}
+    for step in traced:
+        alike.setdefault(id(step.trace), []).append(step)
+    records: dict[int, StepRecord] = {}
+    for steps in alike.values():
+        placed = [(step.spec, step.memory) for step in steps]
+        values = features_on(
+            steps[0].trace, placed, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
+        )
+        for step, of_step in zip(steps, values, strict=True):
+            records[id(step)] = StepRecord(values=of_step, graph=graph_of(step))
+    return [records[id(step)] for step in traced]
 
 
 def pack_graph(graph: OpGraph) -> bytes:
@@ -242,11 +252,15 @@ class StepStore:
         """Store this record in memory, replacing an earlier one of the case."""
         self._records[_key(case)] = record, case.module
 
-    def lend(self, case: Case, traced: SimulatedStep | None) -> None:
-        """Make the case's record from this trace, replayed with the default allocator, unless a record is loaded. The
-        record's graph is packed on first use."""
-        if traced is not None and case.spec is not None and self._at_hand(case) is None:
-            self.keep(case, record_of(traced, case.job, case.spec))
+    def lend(self, cases: Sequence[Case], traced: Sequence[SimulatedStep]) -> None:
+        """Make the records of one job's cases on several GPU models from these traces, replayed with the default
+        allocator, unless records are loaded. The records' graphs are packed on first use."""
+        pairs = zip(cases, traced, strict=True)
+        missing = [(case, step) for case, step in pairs if case.spec is not None and self._at_hand(case) is None]
+        if missing:
+            records = records_of_steps([step for _, step in missing], missing[0][0].job)
+            for (case, _), record in zip(missing, records, strict=True):
+                self.keep(case, record)
 
     @cached_property
     def _file(self) -> DiskCache:
