@@ -108,10 +108,24 @@ def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
         memo |= {id(held): type(held)() for held in vars(module).values() if type(held) in _COLLECTIONS and not held}
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _empty(result, device))
+    for module in reversed(list(model.modules())):  # members first; `copy.deepcopy` finds them in its memo
+        kind = type(module)
+        own = hasattr(kind, "__deepcopy__") or (kind.__reduce_ex__, kind.__reduce__) != _REDUCES
+        if not own and id(module) not in memo:
+            copied = memo[id(module)] = kind.__new__(kind)
+            state = module.__getstate__()
+            copied.__setstate__(
+                {
+                    name: held if type(held) in _VALUES_ALONE else copy.deepcopy(held, memo)
+                    for name, held in state.items()
+                }
+            )
     return copy.deepcopy(model, memo)
 
 
 _COLLECTIONS = frozenset({dict, list, set, OrderedDict})
+_VALUES_ALONE = frozenset({bool, int, float, str, type(None)})
+_REDUCES = object.__reduce_ex__, object.__reduce__
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
