@@ -161,9 +161,7 @@ class AddressSpace:
     """
 
     STEP = 2 * MIB
-
-    def __init__(self) -> None:
-        self._end = 2048 * self.STEP  # no address is 0
+    _end = 2048 * STEP  # no address is 0
 
     def take(self, size: int, action: str) -> int:
         """Return an address for `size` bytes. `action` is the requesting event, `segment_alloc` or `segment_map`."""

@@ -203,7 +203,15 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
     calls, guessed = list(sizes_of), list(sizes_of.values())
     pools = trace.remembered("events", lambda: _by_pool(trace, calls))
-    reserved = {SETTLED: _settle(trace, pools, guessed)}
+    steps = zip(*(pool.play(guessed) for pool in pools), strict=False)
+    settled = next(steps)
+    for pool, nbytes in zip(pools, settled, strict=True):
+        trace.remembered(pool.key(guessed), partial(int, nbytes))
+    for repeated in itertools.islice(steps, _MOST_STEPS):  # none where a pool's last step cannot follow itself
+        if repeated == settled:
+            break
+        settled = repeated
+    reserved = {SETTLED: sum(settled)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
@@ -211,19 +219,6 @@ def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int])
         # GPU models differ in the guesses that a scenario replaces.
         reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
     return reserved
-
-
-def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
-    """Repeat the last step until reserved memory is constant, and return it in bytes."""
-    steps = zip(*(pool.play(sizes) for pool in pools), strict=False)
-    reserved = next(steps)
-    for pool, nbytes in zip(pools, reserved, strict=True):
-        trace.remembered(pool.key(sizes), partial(int, nbytes))
-    for repeated in itertools.islice(steps, _MOST_STEPS):  # none where a pool's last step cannot follow itself
-        if repeated == reserved:
-            break
-        reserved = repeated
-    return sum(reserved)
 
 
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:

@@ -535,7 +535,6 @@ class _RecordedAddresses(AddressSpace):
     """Puts a segment where the recorded driver put its counterpart, while both allocate the same ones in order."""
 
     def __init__(self, entries: list[Mapping[str, Any]]) -> None:
-        super().__init__()
         self._end = BEYOND
         self._taken = [
             SegmentEvent(str(e["action"]), int(e["size"]), int(e.get("stream", 0)), int(e["addr"]))

@@ -113,13 +113,10 @@ def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
         own = hasattr(kind, "__deepcopy__") or (kind.__reduce_ex__, kind.__reduce__) != _REDUCES
         if not own and id(module) not in memo:
             copied = memo[id(module)] = kind.__new__(kind)
-            state = module.__getstate__()
-            copied.__setstate__(
-                {
-                    name: held if type(held) in _VALUES_ALONE else copy.deepcopy(held, memo)
-                    for name, held in state.items()
-                }
-            )
+            state = {}
+            for name, held in module.__getstate__().items():
+                state[name] = held if type(held) in _VALUES_ALONE else copy.deepcopy(held, memo)
+            copied.__setstate__(state)
     return copy.deepcopy(model, memo)
 
 

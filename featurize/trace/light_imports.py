@@ -35,9 +35,10 @@ def compiler_aside() -> Iterator[None]:
     marked: list[Callable[..., Any]] = []
 
     def disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
-        if fn is not None:
-            marked.append(fn)
-        return _as_it_is(fn)
+        if fn is None:
+            return _as_it_is()
+        marked.append(fn)
+        return fn
 
     _stand_in("torch._dynamo", {"disable": disable, "graph_break": _nothing, "is_compiling": lambda: False})
     try:

@@ -40,7 +40,6 @@ from featurize.recording.values import (
     as_meta,
     call,
     mapped,
-    name_tensor,
     named_tensors,
     own_loss,
     shape_of,
@@ -269,7 +268,6 @@ class Tracing:
         self._regions = regions
         if regions is not None:
             regions.recorder = recorder
-        rank.attach(recorder)
 
     def run(self) -> None:
         """Wrap the model, and run its steps."""
@@ -295,9 +293,16 @@ class Tracing:
         shows_a_loop = alone and not self.training_loop and training.holds_output
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
-        with recorder.modules(), policy as autocast, self._rank.intercept():
+        with recorder.modules(), policy as autocast, self._rank.attach(recorder):
             of_shape = self._with_targets([given[number] for number in self._met_at])
-            self._wrap(*of_shape[0])
+            step, (inputs, target) = self._step, of_shape[0]
+            self._rank.wrap(step, inputs)
+            # What exists before the first step.
+            recorder.hold(step.model.parameters(), "parameter")
+            recorder.hold(step.model.buffers(), "buffer")
+            recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
+            self._rank.begin(step, inputs, target)
+            recorder.hold(state_tensors(step.optimizer), "optimizer_state")  # Adagrad creates its own at once
             self._play(of_shape, autocast.enter)
             recorder.stop()
 
@@ -373,31 +378,26 @@ class Tracing:
         """
         if self.targets is not None:
             return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
-        step = self._step
+        step, values = self._step, self._recorder.values
         lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass creates them
-        needs_targets = any(self._needs_target(*batch) for batch in batches)
-        self._makes_target = needs_targets and self._one_batch and not lazy
-        if self._makes_target or not (lazy or needs_targets):
+        needs_target = []
+        for inputs, target in batches:
+            labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
+            needs_target.append(target is None and not labels)  # with labels, the output holds a loss
+        self._makes_target = any(needs_target) and self._one_batch and not lazy
+        if self._makes_target or not (lazy or any(needs_target)):
             return batches
         before = self._kept = kept_by(step)
+        made = []
         with torch.no_grad(), undrawn(), self._recorder.watched():
-            made = [(inputs, self._tried(inputs, target)) for inputs, target in batches]
+            for (inputs, target), needed in zip(batches, needs_target, strict=True):
+                values.learn(step.model.buffers())
+                values.learn(tensors_of(inputs), default=1)
+                output = call(step.model, step.convert(inputs))
+                made.append((inputs, self._suitable_target(output) if needed else target))
         if before is not None and not before.stays(kept_by(step)):
             raise TraceAgain(targets=[target for _, target in made])
         return made
-
-    def _needs_target(self, inputs: Inputs, target: Tensor | None) -> bool:
-        """Return whether no target is given, and no labels with which the output holds a loss."""
-        labels = self.loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None
-        return target is None and not labels
-
-    def _tried(self, inputs: Inputs, target: Tensor | None) -> Tensor | None:
-        """Run the model, and return the target: the given one, or one that suits the output."""
-        recorder, step = self._recorder, self._step
-        recorder.values.learn(step.model.buffers())
-        recorder.values.learn(tensors_of(inputs), default=1)
-        output = call(step.model, step.convert(inputs))
-        return self._suitable_target(output) if self._needs_target(inputs, target) else target
 
     def _suitable_target(self, output: object) -> Tensor | None:
         """Return a target that suits an output; None where the output holds its loss."""
@@ -412,16 +412,6 @@ class Tracing:
             raise TraceAgain(targets=[target])
         arrived(target)
         return target
-
-    def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
-        """Wrap the model as its job does, and record what exists before the first step."""
-        recorder, step = self._recorder, self._step
-        self._rank.wrap(step, inputs)
-        recorder.hold(step.model.parameters(), "parameter")
-        recorder.hold(step.model.buffers(), "buffer")
-        recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
-        self._rank.begin(step, inputs, target)
-        recorder.hold(state_tensors(step.optimizer), "optimizer_state")  # Adagrad creates its own at once
 
     def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
@@ -472,7 +462,6 @@ class Tracing:
         if self.training_loop:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)
-        self._rank.begin_step()
         self._reached("begins")
         if number == 1 or self.training_loop or mixed:
             recorder.new_batch(batch)
@@ -500,7 +489,7 @@ def batch_on_meta(
     made, target = rank.part_of(arguments(made), target)
     given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
-        name_tensor(tensor, name)
+        vars(tensor)["gpufarm_name"] = name
     return given, wanted
 
 

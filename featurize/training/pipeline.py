@@ -329,6 +329,7 @@ class PipelineRank(ShardedRank):
 
     def run(self, inputs: Inputs, _target: Tensor | None) -> None:
         """Run one optimizer step on a batch; with accumulation, the schedule runs several times."""
+        self.begin_step()
         step = self._step
         step.zero_grad()
         self._begun.clear()

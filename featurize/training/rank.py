@@ -37,8 +37,8 @@ _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: k
 class Rank:
     """A rank's interface for a trace. This class is the only rank of its job: it has everything, and sends nothing.
 
-    A trace calls `prepare`, `attach` and `part_of`, then, within `intercept`, `wrap` and `begin`. A step calls
-    `begin_step`, `begin_phase` and `run`; `collectives` and `part` describe the last one.
+    A trace calls `prepare` and `part_of`, then, within `attach`, `wrap` and `begin`. A step calls `begin_phase` and
+    `run`; `collectives` and `part` describe the last one.
 
     Attributes:
         needs_factory: Whether the model's own code spreads it as it is made.
@@ -61,17 +61,14 @@ class Rank:
         """Return the model that trains, before anything is spread. Raises `UsageError` if it is not supported."""
         return model
 
-    def attach(self, recorder: Recorder) -> None:
-        """Report the rank's events to a recorder from now on."""
-        self.recorder = recorder
-
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         """Return this rank's part of the batch, if ranks share one. Raises `UsageError` where the batch does not
         divide."""
         return inputs, target
 
-    def intercept(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of the model's steps."""
+    def attach(self, recorder: Recorder) -> contextlib.AbstractContextManager[object]:
+        """Report the rank's events to a recorder from now on. Return the context of the model's steps."""
+        self.recorder = recorder
         return contextlib.nullcontext()
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
@@ -91,9 +88,6 @@ class Rank:
         """Return the part of a batch on this rank's GPU."""
         return tuple(tensors_of((inputs, target)))
 
-    def begin_step(self) -> None:
-        """Reset the state of the last step."""
-
     def begin_phase(self, phase: str) -> None:
         """Begin a phase of a step, which ends the last one. Raises `UsageError` where the job's wrapper would stop."""
 
@@ -112,12 +106,17 @@ class SendingRank(Rank):
     def __init__(self, streams: Streams | None = None) -> None:
         self._streams = streams or Streams()
 
-    def attach(self, recorder: Recorder) -> None:
-        super().attach(recorder)
+    def attach(self, recorder: Recorder) -> contextlib.AbstractContextManager[object]:
         self._streams.recorder = recorder
+        return super().attach(recorder)
 
     def begin_step(self) -> None:
+        """Reset the state of the last step."""
         self._streams.begin_step()
+
+    def run(self, inputs: Inputs, target: Tensor | None) -> None:
+        self.begin_step()
+        super().run(inputs, target)
 
     def collectives(self) -> tuple[Collective, ...]:
         return self._streams.collectives()

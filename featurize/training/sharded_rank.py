@@ -82,16 +82,14 @@ class ShardedRank(ReplicatedRank):
             return inputs, target
         return part_of_sequence(inputs, target, self._sequence, self.parallel)
 
-    def intercept(self) -> contextlib.AbstractContextManager[object]:
-        """Make attention cover the sequence of all ranks while entered."""
-        return super().intercept() if self._sequence is None else ring_attention(self._sequence, self.parallel)
-
-    def attach(self, recorder: Recorder) -> None:
-        super().attach(recorder)
+    def attach(self, recorder: Recorder) -> contextlib.AbstractContextManager[object]:
+        """Report to a recorder, and make attention cover the sequence of all ranks while entered."""
+        context = super().attach(recorder)
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
         self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
         recorder.among_ranks = self._ranks.ran
+        return context if self._sequence is None else ring_attention(self._sequence, self.parallel)
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)

@@ -251,8 +251,10 @@ def of_module(
             raise UsageError(f"the factory gave {type(built).__name__}, not a torch.nn.Module")
         return built
 
+    named = type(model) if isinstance(model, nn.Module) else model
+    own_name = getattr(named, "__name__", type(model).__name__)
     return TrainingJob(
-        name=name or _name_of(model),
+        name=name or ("model" if own_name == "<lambda>" else own_name),
         build=build,
         batch=makers[largest],
         settings=settings if settings is not None else Training(),
@@ -261,13 +263,6 @@ def of_module(
         batches=tuple(makers) if mixed else (),
         given=(model, input_dtype, loss, batches),
     )
-
-
-def _name_of(model: object) -> str:
-    from torch import nn
-
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
-    return "model" if name == "<lambda>" else name
 
 
 def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) -> nn.Module | Callable[[], nn.Module]:
