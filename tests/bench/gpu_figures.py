@@ -90,7 +90,6 @@ def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: floa
         "labels": _differences(rows),
         "repeatability": _repeatability(rows),
         "time": _times(by.get("adaptive", []), cost_s),
-        "published_labels": _published_labels(rows, published),
         "published_errors": [trial.get("error") for trial in published if trial["status"] == "crashed"],
     }
 
@@ -196,19 +195,6 @@ def _times(rows: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
     return times
 
 
-def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> dict:
-    """The published pipeline's labels against ours of the same configuration: medians of the differences."""
-    ours = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
-    pairs = [(trial, ours.get((trial["family"], trial["k"]), {"status": "absent"})) for trial in published]
-    both_ok = [(trial["labels"], row) for trial, row in pairs if trial["status"] == row["status"] == "ok"]
-    differences = {}
-    for label in (MEMORY, *RATIOS):
-        values = [theirs[label] - row[label] for theirs, row in both_ok if None not in (theirs.get(label), row[label])]
-        if values:
-            differences[label] = {"n": len(values), "median_difference": statistics.median(values)}
-    return differences
-
-
 def blocks(figures: Mapping) -> Iterator[Block]:
     """The figures as sentences and tables."""
     rows = []
@@ -251,5 +237,3 @@ def blocks(figures: Mapping) -> Iterator[Block]:
         rows = [(name, f"{of['median']:.2f}", f"{of['p95']:.2f}", f"{of['sum']:.0f}") for name, of in named]
         yield table(("part", "median", "95 of 100 below", "sum"), rows)
         yield Lead("(lost_s: from the end of the run before, less warm-up and window)")
-    for name, of in figures["published_labels"].items():
-        yield Lead(f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)")

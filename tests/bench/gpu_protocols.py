@@ -5,11 +5,11 @@ Start reading at `Plan`; `queue_trials` has the farm's own, `run_published` a fr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,21 +25,13 @@ from featurize.configs.draws import NO_LIMITS, Limits, sample
 from featurize.configs.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings
-from workers.telemetry.base import WatchTarget
-from workers.telemetry.sampler import TelemetrySampler, TelemetrySettings, make_sensors
 
 ADAPTIVE, FIXED, PUBLISHED = "adaptive", "fixed", "published"
 PROTOCOLS = (ADAPTIVE, FIXED, PUBLISHED)
 PUBLISHED_FILE = "bench-published.jsonl"  # in the data folder; a line a trial
 _SMALL = Limits(max_parameters=5_000_000, max_memory_mib=400.0)  # of a benchmark on the CPU, which proves only itself
-_PUBLISHED_PERIOD_S = 1.0  # of nvidia-smi and dcgmi in the published collection
 _LIMIT_S = 75.0  # beyond its window, for any trial: a call that is lent for ten minutes has to see its end
 _ROOT = Path(__file__).resolve().parents[2]  # a fresh process must find the project also where it is not installed
-# Means are of one sensor, the preferred one first, as the farm's.
-_MEANS = {
-    **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm")),
-    **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm")),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +113,7 @@ def run_published(plan: Plan, folder: Path, k: int, family: str) -> None:
 
 
 def _published_trial(plan: Plan, config: TrialConfig) -> dict:
-    """One configuration in a process of its own for one window, sampled once a second from its start to its end.
-
-    Labels as the published pipeline makes them: the largest memory in use on the device, and means over the process's
-    whole life without the samples that are 0.
-    """
+    """One configuration in a process of its own for one window. What fails without saying so counts as a crash."""
     (slot, *_) = make_device(plan.choice).slots()
     environment = {**os.environ, **make_device(plan.choice).environment(slot)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
@@ -136,47 +124,20 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
         canonical_json(plan.settings(PUBLISHED).to_mapping()),
         plan.choice.backend,
     ]
+    trial = {"status": "timeout", "error": None, "window_s": None}
     began = time.monotonic()
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
-        try:
-            settings = TelemetrySettings(period_s=_PUBLISHED_PERIOD_S)
-            sensors, _ = make_sensors(settings, WatchTarget(slot.device_uuid, child.pid))
-            sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
-            sampler.start()
-            child_output, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
-            status = "ok" if child.returncode == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            child_output, status = b"", "timeout"
-        finally:
-            child.kill()  # which one that has ended does not notice
-            child.communicate()
-        samples = sampler.stop()
-        wall_s = time.monotonic() - began
-        errors.seek(0)
-        error_text = errors.read().decode(errors="replace").strip()
-        # Everything that does not say so counts as a success or a crash there; so it does here.
-        if status == "failed":
-            status = "oom" if "out of memory" in error_text else "crashed"
-    return {
-        "status": status,
-        "error": error_text.rpartition("\n")[2] if status == "crashed" else None,
-        "wall_s": wall_s,
-        "window_s": float(child_output.split()[0]) if status == "ok" else None,
-        "labels": _published_labels(samples),
-    }
-
-
-def _published_labels(samples: Sequence[tuple]) -> dict[str, float | None]:
-    def readings(metric: str, sensor: str) -> list[float]:
-        return [sample.values[metric] for name, sample in samples if name == sensor and metric in sample.values]
-
-    labels = {"peak_memory_mib": max(readings("memory_used_mib", "nvml"), default=None)}
-    for metric, sensors in _MEANS.items():
-        preferred = next(filter(None, (readings(metric, sensor) for sensor in sensors)), [])
-        kept = [value for value in preferred if value]
-        labels[metric] = sum(kept) / len(kept) if kept else None
-    return labels
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        limit_s = plan.seconds + _LIMIT_S
+        child = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, timeout=limit_s
+        )
+        if child.returncode == 0:
+            trial |= {"status": "ok", "window_s": float(child.stdout.split()[0])}
+        elif "out of memory" in child.stderr:
+            trial["status"] = "oom"
+        else:
+            trial |= {"status": "crashed", "error": child.stderr.strip().rpartition("\n")[2]}
+    return {**trial, "wall_s": time.monotonic() - began}
 
 
 def usable_device(backend: str) -> DeviceChoice:

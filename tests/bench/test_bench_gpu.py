@@ -2,11 +2,9 @@
 
 import datetime
 import json
-from types import SimpleNamespace
 
 import bench_gpu
 import gpu_figures
-import gpu_protocols
 import pytest
 
 from warehouse.files.folder import DataFolder
@@ -49,7 +47,7 @@ def test_a_run_costs_the_time_since_the_one_before_it_or_its_own_where_it_stands
 
 def test_a_published_trial_that_crashed_is_told_and_compared_with_nothing():
     rows = [row("adaptive", 0, 0, 0, 4)]
-    crashed = {"family": "cnn", "k": 0, "status": "crashed", "wall_s": 0.1, "labels": {}, "error": "No module x"}
+    crashed = {"family": "cnn", "k": 0, "status": "crashed", "wall_s": 0.1, "error": "No module x"}
     figures = gpu_figures.figures(rows, [crashed], 60)
     assert figures["protocols"]["published"] == {"runs": 1, "statuses": {"crashed": 1}, "runs_per_gpu_hour": None}
     assert "published" not in figures["ratios"]
@@ -59,14 +57,13 @@ def test_a_published_trial_that_crashed_is_told_and_compared_with_nothing():
 def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
     rows = [row("adaptive", 0, k, 5 * k, 5 * k + 5) for k in range(4)]
     rows += [row("fixed", 0, 0, 20, 80), row("fixed", 0, 1, 80, 140)]
-    published = [{"family": "cnn", "k": 0, "status": "ok", "wall_s": 75.0, "labels": {"peak_memory_mib": 1300.0}}]
+    published = [{"family": "cnn", "k": 0, "status": "ok", "wall_s": 75.0}]
     figures = gpu_figures.figures(rows, published, 60)
     assert figures["protocols"]["adaptive"]["runs_per_gpu_hour"] == pytest.approx(720)
     assert figures["protocols"]["fixed"]["runs_per_gpu_hour"] == pytest.approx(60)
     assert figures["protocols"]["published"]["runs_per_gpu_hour"] == pytest.approx(48)
     assert figures["ratios"]["fixed"] == {"pairs": 2, "ratio": pytest.approx(12)}
     assert figures["ratios"]["published"] == {"pairs": 1, "ratio": pytest.approx(15)}
-    assert figures["published_labels"]["peak_memory_mib"] == {"n": 1, "median_difference": 300.0}
     assert figures["time"]["lost_s"]["median"] == pytest.approx(2.0)
     assert "12.0 x on 2 trials" in str([*gpu_figures.blocks(figures)])
 
@@ -79,16 +76,6 @@ def test_labels_are_compared_pair_by_pair_and_what_was_not_measured_is_left_out(
     assert (labels["pairs"], labels["same_status"]) == (4, 4)
     assert labels["peak_memory_mib"] == {"n": 3, "median": 0.008, "share_within_1_percent": pytest.approx(2 / 3)}
     assert labels["smact"]["share_within_0.02"] == pytest.approx(2 / 3) and "drama" not in labels
-
-
-def test_a_line_that_a_kill_has_cut_off_is_left_out_and_spoils_no_other(tmp_path, monkeypatch):
-    path = tmp_path / gpu_protocols.PUBLISHED_FILE
-    path.write_text('{"key": "ab", "family": "mlp", "k": 0}\n{"key": "ab", "fam')
-    monkeypatch.setattr(gpu_protocols, "_published_trial", lambda plan, config: {"status": "ok"})
-    plan = SimpleNamespace(key="ab", config=lambda family, k: None)
-    for k in (0, 1, 1):
-        gpu_protocols.run_published(plan, tmp_path, k, "mlp")
-    assert [trial["k"] for trial in gpu_protocols.published_trials(tmp_path)] == [0, 1]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
 
-import contextlib
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 from conf.children import containment, running
 from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
-from conf.children.running import ChildServer, ServerLost, local_server
+from conf.children.running import ServerLost, local_server
 from conf.errors import EnvironmentProblem
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
 
@@ -97,16 +96,6 @@ def test_what_a_child_prints_fills_neither_memory_nor_disk(base):
     assert ended.output.startswith("first") and ended.output.endswith("last\n") and "bytes left out" in ended.output
 
 
-def test_a_folder_that_may_not_be_written_to_is_deleted_and_a_link_is_not_followed(base, tmp_path):
-    (tmp_path / "kept").mkdir()
-    with local_server("", has_folder=True) as server:
-        (server.folder / "inner" / "deep").mkdir(parents=True)
-        (server.folder / "link").symlink_to(tmp_path / "kept")
-        (server.folder / "inner" / "deep" / "file").touch()
-        (server.folder / "inner").chmod(0o500)
-    assert (tmp_path / "kept").exists()
-
-
 def test_other_children_of_the_caller_are_left_alone(base):
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))"], stdin=-1) as other:
         assert run("print('here')").output == "here\n"
@@ -160,26 +149,6 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
 
 
-@pytest.mark.parametrize(("end", "code"), [(4, 4), (2**40, 0), ("why", 1)])
-def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
-    with local_server("") as server:
-        ended = server.start("sys:exit", end).wait()
-    assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
-
-
-def test_a_process_forked_from_the_caller_does_not_keep_the_server(base):
-    with local_server("", has_folder=True) as server:
-        folder = server.folder
-        ready, go = os.pipe()
-        forked = os.fork()
-        if not forked:
-            os.read(ready, 1)
-            os._exit(0)
-    assert not folder.exists()
-    os.write(go, b".")
-    assert os.waitpid(forked, 0)[1] == 0
-
-
 def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
     (tmp_path / "answering.py").write_text(
         "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
@@ -201,12 +170,6 @@ def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, m
         with pytest.raises(ServerLost):
             hello.result()
     assert not server.lives()
-
-
-def test_what_a_server_said_before_it_died_is_in_the_message():
-    server = ChildServer([sys.executable, "-c", "raise SystemExit('no room')"], keeps_output=True)
-    with contextlib.closing(server), pytest.raises(ServerLost, match="no room"):
-        server.hello()
 
 
 def test_a_child_runs_in_a_control_group_of_its_own_where_one_can_be_made(base):

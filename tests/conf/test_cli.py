@@ -17,21 +17,6 @@ def _run(argv, entry=lambda cfg: None, name="submit"):
     return cli.run(name, entry, argv)
 
 
-def test_overrides_reach_the_command():
-    seen = []
-    assert _run(["+arch=cnn", "n=7", "window=fixed", "window.seconds=3"], seen.append) == 0
-    (settings,) = seen
-    assert (settings.arch.family, settings.n, settings.window.seconds) == ("cnn", 7, 3)
-
-
-def test_every_bad_key_is_reported_together(capsys):
-    assert _run(["+arch=cnn", "nn=5", "polcy=uniform", "n=5"]) == 2
-    error_text = capsys.readouterr().err
-    assert error_text.count("\n") == 1
-    assert "unknown key 'nn'" in error_text and "did you mean n?" in error_text
-    assert "unknown key 'polcy'" in error_text and "did you mean policy?" in error_text
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -64,13 +49,6 @@ def _space(*overrides, family="cnn"):
 
 def _own_space(family):
     return yaml.safe_load((Path(cli.__file__).parents[1] / "arch" / f"{family}.yaml").read_text())["space"]
-
-
-@pytest.mark.parametrize("family", ["cnn", "gpt"])
-def test_a_list_given_replaces_what_stood_there(family):
-    after = _space("arch.space.batch_size=[8,16,32]", "arch.space.optimizer=[adam,sgd]", family=family)
-    assert after == _own_space(family) | {"batch_size": [8, 16, 32], "optimizer": ["adam", "sgd"]}
-    assert list(after) == list(_own_space(family))  # the order is part of a space's identity
 
 
 @pytest.mark.parametrize(
@@ -121,14 +99,6 @@ def test_our_own_bugs_keep_their_traceback():
 
     with pytest.raises(ValueError, match="not a user's"):
         _run(["+arch=cnn", "n=1"], entry)
-
-
-def test_help_shows_every_key_with_its_default_and_meaning(capsys):
-    assert _run(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "usage: python -m farm.submit" in text
-    documented = documented_keys(settings_class("submit"))
-    assert all(key.text and key.text in text and f"  {key.name}=" in text for key in documented)
 
 
 @pytest.mark.parametrize("name", ["estimate", "plan"])

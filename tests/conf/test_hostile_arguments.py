@@ -7,7 +7,6 @@ Hydra or OmegaConf would choke on or take in silence.
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import operator
 import os
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 
 import conf
 from conf.cli.commands import COMMANDS, settings_class
 from conf.cli.overrides import load_config, plain_values
-from conf.cli.settings import choice_values, documented_keys, flat, group_options, groups_of, kinds_of
+from conf.cli.settings import documented_keys, flat, groups_of, kinds_of
 
 SEED, CASES = 11, 500
 GROUPS = sorted({path.parent.name for path in Path(conf.__file__).parent.glob("*/*.yaml")})
@@ -545,19 +543,6 @@ def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(i
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_key_declares_what_it_may_hold(name):
-    documented = {key.name for key in documented_keys(settings_class(name))} - set(GROUPS)
-    assert documented == {key for key in kinds_of(settings_class(name)) if key.partition(".")[0] not in GROUPS}
-
-
-@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("arch", "device")])
-def test_every_key_of_a_group_declares_what_it_may_hold(group):
-    for choice in group_options(group):
-        documented = {f"{group}.{key}" for key, _value in flat(choice_values(group, choice))}
-        assert documented <= kinds_of(settings_class("submit")).keys()
-
-
 # A command line that is odd and right, and what a key then holds.
 RIGHT = [
     ("status", ["data=a\\b"], "data", "a\\b"),
@@ -613,49 +598,11 @@ def test_an_odd_spelling_that_is_right_is_read(name):
         assert value_at(plain_values(load_config(settings_class(name), arguments)), key) == value
 
 
-@pytest.mark.spread(6)
-@pytest.mark.parametrize(("name", "arguments", "key", "value"), RIGHT)
-def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
-    from omegaconf import OmegaConf
-
-    composed = []
-
-    def leave(_name, cfg):
-        composed.append(OmegaConf.to_container(cfg, resolve=True))
-        raise SystemExit(0)
-
-    monkeypatch.setattr("conf.cli.command_line.made", leave)  # required keys are of no interest here
-    assert invoke(name, *arguments) == (0, "", "")
-    assert value_at(composed[0], key) == value
-    code, out, err = invoke(name, *arguments, "--cfg", "job")
-    assert (code, err) == (0, "") and yaml.safe_load(out)
-    assert not list(invoke.place.iterdir())
-
-
-@pytest.mark.parametrize("arguments", [("--cfg",), ("--cfg", "all"), ("--cfg", "n=1"), ("--cfg", "--multirun")])
-def test_cfg_takes_nothing_but_job(invoke, arguments):
-    assert refusal(invoke, "status", *arguments).startswith("error: --cfg takes job")
-
-
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_shown_whatever_stands_beside_it(invoke, name):
     code, out, err = invoke(name, "=1", "~data", "data=[a", "\udcff", "--multirun", "--help", "x" * 100_000)
     assert (code, err) == (0, "") and "Keys (KEY=VALUE" in out
-
-
-@pytest.mark.spread(6)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    folder_key = {"sbatch": "sbatch=", "slurm": "table=", "kueue": "server=", "fit_bound": "rows="}.get(name, "data=")
-    needed = [one for one in NEEDED.get(name, []) if not one.startswith(folder_key)]
-    for arguments in (["--help"], [f"{folder_key}grün\u2028", *needed, "--cfg", "job"]):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", terminal)
-            assert invoke(name, *arguments)[0] == 0
-    written = terminal.buffer.getvalue()
-    assert written.isascii() and b"gr\\xfcn" in written
 
 
 def test_a_folder_is_named_as_it_is_typed(invoke):
@@ -700,14 +647,6 @@ def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, argume
     for place in ("/proc/x", "/proc/x/y", "/sys/x", "/dev/null/x", "/"):
         assert refusal(invoke, name, *folder, *[argument.replace("{}", place) for argument in arguments])
     assert contents(invoke.place) == before
-
-
-def test_a_log_file_that_cannot_be_written_is_refused_before_the_data_folder_is_made(invoke):
-    for place in ("/", "/proc/x", "/proc/x/y", "file/x"):
-        (invoke.place / "file").write_text("mine")
-        arguments = [*NEEDED["submit"], "device=simulated", f"log.file={place}", "data=new"]
-        assert "log.file" in refusal(invoke, "submit", *arguments)
-        assert [path.name for path in invoke.place.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("name", ["estimate", "largest_batch", "devices", "plan"])

@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from conf.files.identity import alive, identity
-from conf.files.outputs import open_own_file, own_folder
+from conf.files.outputs import own_folder
 
 
 def opened(path, private=True):
@@ -19,31 +17,6 @@ def test_a_folder_that_others_may_look_into_is_this_users_but_not_private(place)
     assert opened(place)
     place.chmod(0o750)
     assert not opened(place) and opened(place, private=False)
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_a_link_a_file_another_users_folder_and_no_folder_are_none(place, tmp_path, private):
-    (tmp_path / "link").symlink_to(place)
-    (tmp_path / "file").write_text("")
-    assert not any(opened(tmp_path / name, private) for name in ("link", "file", "nothing"))
-    if os.geteuid() == 0:
-        os.chown(place, 12345, 12345)
-        assert not opened(place, private)
-
-
-def test_a_file_is_read_if_it_is_plain_and_private_if_only_this_user_writes_to_it(place):
-    (place / "file").write_text("text")
-    (place / "file").chmod(0o664)
-    (place / "link").symlink_to("file")
-    os.mkfifo(place / "pipe")
-    with own_folder(place, private=True) as folder:
-        with os.fdopen(open_own_file(folder, "file"), "rb") as file:
-            assert file.read() == b"text"
-        for name, private in (("file", True), ("link", False), ("pipe", False), ("nothing", False)):
-            with pytest.raises(OSError):
-                open_own_file(folder, name, private=private)
-        os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
-        assert (place / "new").stat().st_mode & 0o777 == 0o600
 
 
 NAMES_ITSELF = (

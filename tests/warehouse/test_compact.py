@@ -1,12 +1,12 @@
 """Compaction: the same rows at every step, whatever reads, writes or kills meanwhile."""
 
-import contextlib
+import datetime
 import fcntl
 import os
-import random
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import (
@@ -20,17 +20,16 @@ from warehouse_rows import (
     compact_at,
     kernels,
     killed_children,
-    only_merged,
     ranks,
     run_row,
     samples,
 )
 from warehouse_rows import fill as fill_any
 
-import warehouse
 from conf.cli.command_line import run
 from warehouse.compact import entry
-from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere
+from warehouse.files import compaction
+from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere, read_files
 from warehouse.files.views import view_statements
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import KINDS, OF_RUNS
@@ -112,40 +111,6 @@ def test_target_rows_bounds_a_merged_file(folder):
     assert census(folder) == expected(12)
 
 
-def test_what_each_small_file_has_for_itself_does_not_count_towards_the_target(folder):
-    fill(folder, range(12), has_details=False)
-    bytes_of_runs = sum(path.stat().st_size for path in folder.partition("runs", "cnn").glob("*.parquet"))
-    settings = CompactionSettings(target_mib=bytes_of_runs / 3 / 2**20)
-    assert sorted(compact(folder, now_s=NOW_S, settings=settings).merged.values())[-2:] == [12, 12]
-    assert census(folder) == expected(12)
-
-
-def test_what_was_merged_is_not_rewritten_for_a_few_runs_more(folder):
-    for index in range(10):
-        fill_any(folder, [index], SAMPLES, error=str(random.Random(index).randbytes(12_000)))
-    compact(folder, now_s=NOW_S)
-    compact(folder, now_s=NOW_S + 2 * HOUR_S)
-    (before,) = files(folder, "runs")
-    fill(folder, range(10, 18), has_details=False)
-    report = compact(folder, now_s=NOW_S + 3 * HOUR_S)
-    assert [count for path, count in report.merged.items() if path.startswith("runs")] == [8]
-    assert before in files(folder, "runs")
-    assert census(folder) == expected(18)
-
-
-def test_merged_rows_are_sorted_whatever_was_merged_with_them(folder):
-    fill(folder, [1, 5, 3], has_details=False)
-    compact_at(folder, 0)
-    fill(folder, [4, 0, 2], has_details=False)
-    RunWriter(folder).write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]))
-    compact_at(folder, 2, 4)
-    for kind, keys in (("runs", ["run_id"]), ("telemetry", ["run_id", "t_ms"])):
-        name = only_merged(folder, kind).name
-        rows = pq.read_table(folder.partition(kind, "cnn") / name, columns=keys, partitioning=None).to_pylist()
-        assert rows == sorted(rows, key=lambda row: [row[key] for key in keys])
-    assert census(folder) == expected(7)
-
-
 def test_samples_that_come_back_after_their_run_was_merged_and_deleted_are_merged(folder, tmp_path):
     fill(folder, range(3))
     path = folder.partition("telemetry", "cnn") / "J-000001.parquet"
@@ -167,16 +132,6 @@ def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):
         compact_at(folder, 2, 4)  # deletes, and merges the merged
     assert set(seen) == {expected(4)}
     assert steps.count > 20 and len(files(folder, "runs")) == 1
-
-
-def test_a_query_inside_a_long_transaction_sees_the_same_rows_throughout(folder):
-    fill(folder, range(4), has_details=False)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        connection.execute("BEGIN")
-        for hours in range(4):
-            assert connection.execute(CENSUS).fetchone() == expected(4)
-            compact_at(folder, hours)
-        assert connection.execute(CENSUS).fetchone() == expected(4)
 
 
 def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
@@ -307,3 +262,51 @@ def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
     assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
     assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
     assert "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1" in capsys.readouterr().err
+
+
+SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])
+AT = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)
+
+
+def small_file(folder, name, rows, **columns):
+    path = folder / name
+    pq.write_table(pa.table({"run_id": [f"{name}-{i}" for i in range(rows)], **columns}), path)
+    return path
+
+
+def read(paths, most_rows):
+    damaged = []
+    return list(read_files(paths, SCHEMA, most_rows, lambda path, error: damaged.append(path))), damaged
+
+
+def test_files_of_several_schemas_become_one_table_with_every_column(tmp_path):
+    folder = tmp_path / "a'; echo foo [b]*? family=x"
+    folder.mkdir()
+    times = pa.array([AT, None], pa.timestamp("us", tz="UTC"))
+    paths = [
+        small_file(folder, "full.parquet", 2, x=[1.5, None], at=times),
+        small_file(folder, "older.parquet", 1),
+        small_file(folder, "other.parquet", 1, colour=["red"]),
+        small_file(folder, "empty.parquet", 1, x=pa.nulls(1)),
+    ]
+    ((files, table),), damaged = read(paths, most_rows=1000)
+    assert files == paths and not damaged
+    assert table.schema.names == [*SCHEMA.names, "colour"]
+    assert [table.schema.field(field.name).type for field in SCHEMA] == SCHEMA.types
+    rows = {row["run_id"]: row for row in table.to_pylist()}
+    assert len(rows) == 5
+    assert rows["full.parquet-0"] == {"run_id": "full.parquet-0", "x": 1.5, "at": AT, "colour": None}
+    assert rows["other.parquet-0"]["colour"] == "red" and rows["older.parquet-0"]["x"] is None
+
+
+def test_files_that_are_read_at_the_same_time_keep_their_order(tmp_path, monkeypatch):
+    paths = [small_file(tmp_path, f"{i:02d}.parquet", 1 + i % 5) for i in range(40)]
+    paths[20].write_bytes(b"torn")
+    paths[30].unlink()
+    monkeypatch.setattr(compaction, "_batches", lambda paths: (paths[i : i + 3] for i in range(0, len(paths), 3)))
+    parts, damaged = read(paths, most_rows=10)
+    assert damaged == [paths[20], paths[30]]
+    assert [path for files, _ in parts for path in files] == [path for path in paths if path not in damaged]
+    ids = [run_id for _, table in parts for run_id in table.column("run_id").to_pylist()]
+    assert ids == [f"{i:02d}.parquet-{row}" for i in range(40) if i not in (20, 30) for row in range(1 + i % 5)]
+    assert all(table.num_rows <= 10 for _, table in parts)

@@ -7,7 +7,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import Steps, ask, compact_at, fill, flip, only_merged, run_row
+from warehouse_rows import ask, compact_at, fill, flip, only_merged, run_row
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
@@ -46,23 +46,6 @@ def test_a_file_with_a_flipped_bit_is_named_and_neither_merged_nor_deleted(folde
     assert damaged.read_bytes() == before
     assert len(names(folder, kind)) == 2  # the three others are merged
     assert pq.read_table(only_merged(folder, kind), columns=["run_id"]).column(0).unique().to_pylist() == ids([0, 2, 3])
-
-
-def test_a_damaged_merged_file_is_not_merged_on_and_its_sources_stay(folder):
-    fill(folder, range(4))
-    compact_at(folder, 0)
-    flip(only_merged(folder))
-    report = compact_at(folder, 30)
-    assert len([line for line in report.problems if "merged-" in line and "checksum" in line]) == 1
-    assert set(names(folder)) >= {f"{run_id}.parquet" for run_id in ids(range(4))}
-
-
-def test_a_damaged_source_that_is_hidden_already_goes_as_it_would_have(folder):
-    fill(folder, range(4))
-    compact_at(folder, 0)
-    flip(folder.partition("runs", "cnn") / "J-000002.parquet")
-    assert compact_at(folder, 2).problems == []
-    assert len(names(folder)) == 1 and run_ids(folder) == ids(range(4))
 
 
 def test_a_torn_listing_is_read_off_its_merged_file_and_written_anew(folder, capfd):
@@ -125,27 +108,6 @@ def test_a_lost_merged_file_whose_sources_are_all_there_gives_them_back(folder):
     assert "is not there" in kept.with_name(kept.name + ".reason.txt").read_text()
 
 
-def test_no_file_is_taken_for_lost_between_the_steps_of_a_deletion(folder, monkeypatch):
-    for start in (0, 3):
-        fill(folder, range(start, start + 3))
-        compact_at(folder, start)
-    looks = []
-    Steps(
-        monkeypatch,
-        lambda: looks.append([listing.merged for kind in KINDS for listing in lost_merged_files(folder, kind)]),
-    )
-    for hours in (20, 40, 60):
-        compact_at(folder, hours)
-    assert len(looks) > 10 and not any(looks)
-
-
-def test_where_every_merged_file_is_there_none_is_read(folder, monkeypatch):
-    fill(folder, range(3))
-    compact_at(folder, 0)
-    monkeypatch.setattr("warehouse.files.counting._find_valid", None)  # which reads them
-    assert [lost_merged_files(folder, kind) for kind in KINDS] == [[]] * len(KINDS)
-
-
 def planted_merge(folder, rows, sources, name=None, sealed=True):
     """A file that looks like a merge of `sources`, with the runs of `rows`."""
     path = folder.partition("runs", "cnn") / (name or new_merged_name())
@@ -179,19 +141,6 @@ def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     assert any("hides 4 files" in line for line in compact_at(folder, 0).problems)
     assert run_ids(folder) == ids(range(3))
     compact_at(folder, 30, 60)
-    assert run_ids(folder) == ids(range(3))
-
-
-def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):
-    fill(folder, range(3))
-    path = planted_merge(folder, [0], [])
-    gone = f"family=cnn/{new_merged_name()}"
-    hidden = tuple(f"family=cnn/{run_id}.parquet" for run_id in ids(range(3)))
-    Listing(listing_file(folder, "runs", os.path.basename(gone)), gone, hidden, 0.0).write()
-    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", (gone,), 0.0).write()
-    for hours in (-1, 30, 60):
-        assert run_ids(folder) == ids(range(3))
-        compact_at(folder, hours)
     assert run_ids(folder) == ids(range(3))
 
 
@@ -290,13 +239,3 @@ def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_nam
         assert len([line for line in err.splitlines() if str(damaged) in line]) == 1
         assert len([line for line in left_out if str(damaged) in line]) == 1
     assert rows(folder, "s") == (["J-000000", "J-000002"], 3)
-
-
-def test_a_planted_listing_hides_nothing_from_a_snapshot(folder):
-    fill(folder, range(3))
-    compact_at(folder, 0)
-    fill(folder, range(3, 5))
-    merged = only_merged(folder)
-    hidden = tuple(f"family=cnn/J-{index:06d}.parquet" for index in range(5))
-    Listing(listing_file(folder, "runs", merged.name), f"family=cnn/{merged.name}", hidden, 0.0).write()
-    assert len(rows(folder, take_snapshot(folder).name)[0]) == 5

@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row
@@ -120,17 +121,6 @@ def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def test_there_is_a_pair_of_files_for_each_family_device_and_day(sent):
-    stem = "NVIDIA-H100-80GB-HBM3-2026-03-0"
-    pairs = {
-        f"{family}/{stem}{day}-{kind}.parquet"
-        for family, day in (("cnn", 4), ("cnn", 5), ("mlp", 4))
-        for kind in ("runs", "telemetry")
-    }
-    assert set(files(sent)) == {"README.md", *pairs}
-    assert len(find_parts(sent)) == 3
-
-
 def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(filled, sent, tmp_path):
     other = tmp_path / "other"
     assert sum(file.new for file in loaded(sent, other).files) == 7
@@ -177,12 +167,7 @@ KERNEL_COLUMNS = "operator, duration_us, count, timing, dims, device_name, torch
 
 def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
     assert "4 runs added" in exported(profiled, out).lines()[-1]
-    assert [name for name in files(out) if "kernels" in name] == [
-        "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-kernels.parquet"
-    ]
-    card_text = (out / "README.md").read_text()
-    assert "| `kernels` | 5 |" in card_text
-    assert "| `duration_us` | double | time of one launch, median; µs |" in card_text
+    assert "| `kernels` | 5 |" in (out / "README.md").read_text()
     other = tmp_path / "other"
     loaded(out, other)
     own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
@@ -194,9 +179,8 @@ def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
     assert ask(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
     loaded(out, other)
     assert ask(other, "SELECT count(*) FROM kernels") == [(5,)]
-    before = files(out)
     exported(DataFolder.resolve(other), tmp_path / "copy")
-    assert files(tmp_path / "copy") == before
+    assert files(tmp_path / "copy") == files(out)
 
 
 def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(profiled, out, tmp_path):
@@ -208,21 +192,6 @@ def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(prof
     assert not [name for name in files(bare) if "kernels" in name]
     loaded(bare, tmp_path / "other")
     assert ask(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]
-
-
-def test_kernels_of_a_data_set_that_break_the_schema_land_nothing(profiled, out, tmp_path):
-    exported(profiled, out)
-    path = next(out.glob("cnn/*-kernels.parquet"))
-    whole = path.read_bytes()
-    for name, value, words in (
-        ("timing", "stopwatch", "timing must be one of"),
-        ("duration_us", None, "duration_us is required"),
-    ):
-        path.write_bytes(whole)
-        rewrite(path, **{name: value})
-        with pytest.raises(EnvironmentProblem, match=words):
-            loaded(out, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
 
 
 def test_another_machine_s_runs_of_the_same_job_and_day_are_added(sent, tmp_path):
@@ -263,9 +232,9 @@ def test_telemetry_is_thinned_and_the_window_keeps_its_ends():
     kept = thin(whole.cast(TELEMETRY_SCHEMA), 10)
     times = kept["t_ms"].to_pylist()
     assert 20 <= len(times) <= 23 and times == sorted(times)
-    window = [t for t, phase in zip(times, kept["phase"].to_pylist(), strict=True) if phase == "window"]
+    window = kept.filter(pc.equal(kept["phase"], "window"))["t_ms"].to_pylist()
     assert (window[0], window[-1]) == (200.0, 1180.0)
-    repeated = [t for t, quality in zip(times, kept["quality"].to_pylist(), strict=True) if quality == "repeated"]
+    repeated = kept.filter(pc.equal(kept["quality"], "repeated"))["t_ms"].to_pylist()
     assert repeated == [1180.0], "a reading of its own is preferred"
 
 
@@ -282,8 +251,6 @@ def test_only_what_gpus_measured_unless_asked_and_the_card_says_so(folder, out):
     assert "1 run is measured on real GPUs" in (out / "README.md").read_text()
     assert exported(folder, out, source="simulated").added.total() == 1
     assert exported(folder, out, source="cpu").added.total() == 1
-    text = (out / "README.md").read_text()
-    assert "not measured" in text and "measured on CPUs" in text
     assert any("simulated-NVIDIA-H100" in name for name in files(out))
 
 
@@ -296,20 +263,9 @@ def test_runs_that_lack_fields_are_exported_and_loaded(folder, out, tmp_path):
         writer.write(row | changes | {"device_name": "A100-SXM4-40GB"}, pa.table({"t_ms": pa.array([], pa.float64())}))
     writer.write(gpu_run(2, source="simulated", device_uuid="SIM-A100-0"), readings(2))
     assert exported(folder, out, source="simulated").added.total() == 3
-    before = files(out)
-    days = {f"cnn/simulated-A100-SXM4-40GB-{day}-runs.parquet" for day in ("undated", "2026-03-04")}
-    assert days <= before.keys()
+    assert "cnn/simulated-A100-SXM4-40GB-undated-runs.parquet" in files(out)
     assert sum(file.new for file in loaded(out, tmp_path / "other").files) == 3
-    assert exported(folder, out, source="simulated").there == 3 and files(out) == before
-
-
-def test_the_card_tells_environment_statuses_and_units(sent):
-    text = (sent / "README.md").read_text()
-    assert "| cnn | NVIDIA H100 80GB HBM3 | 5 | 1 | 0 | 0 | 0 | 6 |" in text
-    assert "2.13.0+cu130" in text and "2026-03-04 to 2026-03-05" in text
-    assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in text
-    assert "| trials at several batch sizes | 2 |" in text
-    assert "| `power_w` | double | power draw; W |" in text
+    assert exported(folder, out, source="simulated").there == 3
 
 
 def test_too_large_a_data_set_is_refused_and_nothing_is_written(folder, out):
@@ -387,19 +343,6 @@ def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(sent,
     ):
         loaded(sent, tmp_path / "third")
     assert not (tmp_path / "third").exists()
-
-
-def test_damaged_and_foreign_files_are_named(sent, tmp_path):
-    path = sent / find_parts(sent)[0].path("runs")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:100])
-    with pytest.raises(EnvironmentProblem, match=r"runs\.parquet cannot be read"):
-        loaded(sent, tmp_path / "other")
-    (sent / "gpt").mkdir()
-    path.write_bytes(whole)
-    (sent / "gpt" / path.name).write_bytes(whole)
-    with pytest.raises(EnvironmentProblem, match="holds runs of cnn: it has been moved or renamed"):
-        loaded(sent, tmp_path / "other")
 
 
 def test_metadata_of_any_shape_lands_nothing(sent, tmp_path):
@@ -489,12 +432,21 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(of_all_kinds,
     assert not (tmp_path / "other").exists()
 
 
-def test_a_data_set_whose_rows_name_paths_lands_nothing(sent, tmp_path):
-    path = next(sent.glob("mlp/*-runs.parquet"))
-    whole = path.read_bytes()
-    for name, value in (("run_id", "../../planted"), ("run_id", "/tmp/planted"), ("family", "../../planted")):
-        path.write_bytes(whole)
-        rewrite(path, **{name: value})
-        with pytest.raises(EnvironmentProblem, match="row 1: "):
-            loaded(sent, tmp_path / "other")
+@pytest.mark.parametrize(
+    ("kind", "column", "value", "words"),
+    [
+        ("kernels", "timing", "stopwatch", "timing must be one of"),
+        ("kernels", "duration_us", None, "duration_us is required"),
+        ("runs", "run_id", "../../planted", "row 1: "),
+        ("runs", "run_id", "/tmp/planted", "row 1: "),
+        ("runs", "family", "../../planted", "row 1: "),
+    ],
+)
+def test_rows_of_a_data_set_that_break_the_schema_or_name_paths_land_nothing(
+    of_all_kinds, out, tmp_path, kind, column, value, words
+):
+    shutil.copytree(of_all_kinds, out)
+    rewrite(next(out.glob(f"mlp/*-{kind}.parquet")), **{column: value})
+    with pytest.raises(EnvironmentProblem, match=words):
+        loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists() and not list(tmp_path.rglob("*planted*"))

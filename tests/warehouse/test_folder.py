@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 
 import pytest
 from warehouse_rows import failing
@@ -25,12 +24,6 @@ def test_argument_wins_over_environment_wins_over_default(tmp_path, monkeypatch)
     assert DataFolder.resolve("given").root == tmp_path / "given"
 
 
-def test_creating_again_changes_nothing(folder):
-    before = contents(folder.root)
-    assert folder.create() == folder
-    assert contents(folder.root) == before
-
-
 def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(folder):
     folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION + 7}))
     folder.warehouse.unlink()
@@ -39,13 +32,6 @@ def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(fol
         with pytest.raises(EnvironmentProblem, match=rf"version {SCHEMA_VERSION + 7}.*up to {SCHEMA_VERSION}\b"):
             attempt()
     assert contents(folder.root) == before
-
-
-def test_older_schema_is_brought_up_to_date(folder):
-    folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION - 1}))
-    folder.open()
-    folder.create()
-    assert json.loads(folder.format_marker.read_text())["schema_version"] == SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "schema_version": 1}'])
@@ -62,20 +48,6 @@ def test_a_file_in_the_way_is_named(tmp_path):
             DataFolder.resolve(tmp_path / name).create()
     with pytest.raises(UsageError, match="is a file"):
         DataFolder.resolve(tmp_path / "file").open()
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(EnvironmentProblem, match="cannot be made there: Permission denied"):
-        DataFolder.resolve(tmp_path / "data").create()
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no folders, as /proc")
-def test_a_place_that_takes_no_folders_is_said_to_be_one():
-    with pytest.raises(EnvironmentProblem) as caught:
-        DataFolder.resolve("/proc/x").create()
-    assert str(caught.value) == "data=/proc/x: the folder cannot be made there; name another place with data=PATH"
 
 
 def test_a_folder_that_is_full_is_named(folder, monkeypatch):

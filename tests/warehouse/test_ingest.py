@@ -181,12 +181,6 @@ def test_the_same_measurements_with_other_columns_are_the_same_runs(place, take)
     assert (full.path.name, full.new, old.new) == ("full.csv", 4, 0), "the one that tells more lands first"
 
 
-def test_equal_rows_of_a_file_are_runs_of_their_own(place, take):
-    path = csv_table(place / "some.csv", HEADER, [ROWS[0]] * 3)
-    assert [take(path).files[0].new for _ in range(2)] == [3, 0]
-    assert len({row["run_id"] for row in rows(place)}) == 3
-
-
 def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, take):
     table = [
         measured(mlp(), 32, 0),
@@ -211,17 +205,6 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
     assert {row["error"] for row in invalid_rows} == invalid.keys()
     assert {row["family"] for row in invalid_rows} == {"mlp", "unknown"}
     assert all(row["peak_memory_mib"] != -1 for row in invalid_rows)
-
-
-def test_rows_in_doubt_keep_their_status_and_say_why(place, take):
-    table = [("net", "nets", 8 * 2**i, mib, 30_000.0) for i, mib in enumerate([12_000, 12_000, 35_000, 9_000])]
-    (report,) = take(csv_table(place / "timm.csv", TIMM, table), "timm").files
-    assert report.statuses == {"ok": 3, "oom": 1} and report.in_doubt == 2
-    columns = "batch_size, status, error_type, family, optimizer, device_memory_mib, error"
-    by_batch_size = {size: tuple(row) for size, *row in (row.values() for row in rows(place, columns))}
-    assert by_batch_size[8][:-1] == ("ok", "doubt", "timm", "momentum", 40_960)
-    assert "tensors fill" in by_batch_size[8][-1]
-    assert by_batch_size[64][:2] == ("oom", None)
 
 
 def test_a_folder_is_searched_below_and_other_files_are_named(place, take):
@@ -339,16 +322,6 @@ def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, e
     assert run("ingest", command.entry, asked) == 2
     error = capsys.readouterr().err
     assert expected_text in error and error.count("\n") == 1 and not (place / "data").exists()
-
-
-def test_the_command_prints_what_became_of_each_file(place, capsys):
-    path = csv_table(place / "some.csv", HEADER, [*ROWS, measured(mlp(), 32, 0)])
-    csv_table(place / "odd.csv", ("x", "y"), [(1, 2)])
-    settings = IngestSettings(source="gpumemnet", path=str(path.parent), data=str(place / "data"))
-    command.print_report(ingest(settings))
-    output = capsys.readouterr().out
-    assert "already there" in output and "left out: odd.csv: unknown header" in output
-    assert "invalid: never started: no memory: 1 (some.csv:5)" in output
 
 
 KILLED = """

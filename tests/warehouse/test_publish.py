@@ -2,7 +2,6 @@
 
 import datetime
 import getpass
-import importlib.util
 import json
 import os
 import platform
@@ -16,16 +15,14 @@ import pytest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import ask, run_row, samples
-from warehouse.exchange import publishing
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.publish import entry
 from warehouse.reading.checks import Finding
-from warehouse.tables.columns import TABLES, describe
+from warehouse.tables.columns import TABLES
 from warehouse.tables.schema import STATUSES
-from warehouse.tables.schema import TABLES as SCHEMAS
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
 PRIVATE = ("host17", "example.org", "someone", "10.1.2.3", "GPU-0a1b2c3d", "secret-folder", platform.node())
@@ -225,10 +222,8 @@ def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, 
     )
     sentences = "6 runs are measured on real GPUs; 1 run is simulated: modelled, not measured."
     assert sentences in both[1]["description"] and sentences in both[0] and "on a GPU of its own" in both[0]
-    assert "1 run is simulated: modelled, not measured." in simulated[1]["description"]
     for text in (simulated[0], simulated[1]["description"]):
-        assert "real GPU" not in text and "on a GPU of its own" not in text and "(measured" not in text
-    assert "No GPU ran a simulated run" in simulated[0]
+        assert "1 run is simulated: modelled, not measured." in text and "real GPU" not in text
 
 
 def test_a_licence_must_be_given_and_what_is_missing_is_said(whole, tmp_path, monkeypatch, capsys, no_checks):
@@ -241,12 +236,6 @@ def test_a_licence_must_be_given_and_what_is_missing_is_said(whole, tmp_path, mo
     assert not (out / "pages").exists()
     assert "205 telemetry, 0 kernels, 0 ranks, 0 collocations, 7 runs, 1 jobs" in output
     assert "not given, and so not in the card or croissant.json: citation, url, version" in output
-    assert run("publish", entry, [f"out='{out}'", "licence=x", "sources=[mesured]", "hz=0"]) == 2
-    error = capsys.readouterr().err
-    assert "unknown name in sources: 'mesured'" in error and "hz must be" in error
-    assert run("publish", entry, [f"out='{out}'", "licence=x", "published=soon"]) == 2
-    error = capsys.readouterr().err
-    assert "is there already" in error and "published must be a day" in error
 
 
 def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
@@ -258,44 +247,6 @@ def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
     with pytest.raises(EnvironmentProblem, match=r"snapshot s .* is damaged"):
         publish(settings(filled, tmp_path / "set", snapshot="s"))
     assert not list(tmp_path.glob("*set*"))
-
-
-def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(whole, tmp_path, no_checks):
-    filled = whole[1]
-    # 40 samples, 100 ms apart: one a second, and the first and last of the window are those of the run
-    assert publish(settings(filled, tmp_path / "a", hz=1)).rows["telemetry"] < 40
-    report = publish(settings(filled, tmp_path / "b", sources=["imported"]))
-    assert report.rows["runs"] == 1 and report.rows["telemetry"] == 0
-    assert "1 run is other people's measurements." in (tmp_path / "b" / "README.md").read_text()
-
-
-def test_every_published_column_is_described():
-    schemas = {table: SCHEMAS[table] for table in ("runs", "telemetry", "kernels", "ranks", "collocations", "jobs")}
-    for table, schema in schemas.items():
-        assert set(TABLES[table]) == set(schema.names) - ({"config", "priority"} if table == "jobs" else set())
-    assert describe("runs", "step_time_ms").endswith("; ms") and describe("runs", "smact").endswith("; ratio")
-    assert describe("telemetry", "power_w") == "power draw; W"
-
-
-def test_the_example_imports_nothing_of_the_project():
-    source = importlib.util.find_spec("warehouse.exchange.load_example").loader.get_source(
-        "warehouse.exchange.load_example"
-    )
-    assert "warehouse" not in source and "conf" not in source
-
-
-def test_a_snapshot_whose_removal_is_cut_off_is_no_longer_one(filled, tmp_path, monkeypatch):
-    def interrupt(*_args, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(publishing, "_publish", interrupt)
-    monkeypatch.setattr(publishing.shutil, "rmtree", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        publish(settings(filled, tmp_path / "set"))
-    monkeypatch.undo()
-    assert snapshot_names(filled) == []
-    take_snapshot(filled)
-    assert len(list(filled.snapshots.iterdir())) == 1
 
 
 def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path, no_checks):

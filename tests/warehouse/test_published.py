@@ -1,7 +1,5 @@
 """Reading other people's published files: names, odd values, rows that are no labels."""
 
-import csv
-
 import pytest
 
 from conf.errors import UsageError
@@ -110,12 +108,6 @@ def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
     assert "smocc" not in rows[0].utilization, "an absent column is absent, not missing values"
 
 
-def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
-    rows = read(csv_table(tmp_path / "mlp.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)]))
-    assert rows[0].status == "ok" and rows[0].module == "mlp/bottleneck" and rows[0].parameters == 100
-    assert rows[0].config["family"] == "mlp" and rows[0].config["optimizer"] == "adam"
-
-
 @pytest.mark.parametrize(
     ("memories", "fake", "statuses", "reasons"),
     [
@@ -147,27 +139,6 @@ def test_memory_by_batch_size_tells_which_rows_ran_out_or_are_in_doubt(tmp_path,
         assert reason is None if text is None else text in reason
 
 
-def test_named_models_carry_the_published_estimates_that_there_are(tmp_path):
-    path = csv_table(
-        tmp_path / "known.csv",
-        ("model", "batch_size", "actual_mib", "horus_mib", "faketensor_mib"),
-        [("vgg16", 4, 3000, 5000.5, ""), ("vgg16", 0, 3000, 1, 1)],
-    )
-    rows = read(path)
-    assert rows[0].estimates == {"horus": 5000.5} and rows[0].model == "vgg16" and rows[0].memory_mib == 3000
-    assert rows[1].status == "invalid" and rows[1].reason == "no batch size"
-
-
-def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
-    csv_table(tmp_path / "b.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)])
-    csv_table(tmp_path / "a.csv", TIMM, [("net", "nets", 8, 2000, 100)])
-    csv_table(tmp_path / "c.csv", ("x", "y"), [(1, 2)])
-    published = read_published(tmp_path)
-    assert [(f.path.stem, f.form) for f in published.files] == [("a", "timm"), ("b", "gpumemnet")]
-    assert [path.name for path in published.others] == ["c.csv"]
-    assert [f.path.stem for f in read_published(tmp_path, ["b"]).files] == ["b"]
-
-
 def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
     odd = csv_table(tmp_path / "odd" / "odd.csv", ("x", "y"), [(1, 2)])
     empty = csv_table(tmp_path / "b.csv", MLP, [])
@@ -180,14 +151,6 @@ def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             read_published(*arguments)
-
-
-def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(tmp_path):
-    before = csv.field_size_limit()
-    path = csv_table(
-        tmp_path / "w.csv", (*MLP, "Activations-Params"), [(mlp(), 3, 100, 32, 1500, 5, 0.1, "x" * 300_000)]
-    )
-    assert len(read(path)) == 1 and csv.field_size_limit() == before
 
 
 def test_a_batch_that_the_file_has_twice_is_read(tmp_path):

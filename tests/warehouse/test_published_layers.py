@@ -7,8 +7,7 @@ import pytest
 from learn.estimators.kernel_fitting import LIGER, SAILOR
 from learn.fitting.kernel_rows import kernel_times
 from learn.fitting.published_jobs import layer_calls
-from tests.warehouse.warehouse_rows import ask, csv_file
-from warehouse.exchange.ingesting import IngestSettings, ingest
+from tests.warehouse.warehouse_rows import ask, csv_file, take_in
 
 CONFIG = json.dumps({"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"})
 
@@ -43,9 +42,7 @@ def liger_row(**cells):
 
 
 def landed(folder, source, rows):
-    path = csv_file(folder / f"{source}.csv", *rows)
-    (file,) = ingest(IngestSettings(source=source, path=str(path), data=str(folder / "data"))).files
-    return file
+    return take_in(folder / "data", source, csv_file(folder / f"{source}.csv", *rows)).files[0]
 
 
 def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
@@ -118,13 +115,9 @@ CELLS = {
 }
 
 
-def take_in(folder, path, **changes):
-    return ingest(IngestSettings(source="allreduce", path=str(path), data=str(folder.root), **changes)).files[0]
-
-
 def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
     path = csv_file(tmp_path / "a.csv", CELLS, CELLS | {"gpu": "A100-PCIE-40GB", "precision": "fp16"})
-    assert (take_in(folder, path).new, take_in(folder, path).new) == (2, 0)
+    assert [take_in(folder.root, "allreduce", path).files[0].new for _ in range(2)] == [2, 0]
     rows = ask(folder, "SELECT device_name, operator, dims, dtype, duration_us, timing FROM kernels ORDER BY 1")
     dims = [json.loads(row[2]) for row in rows]
     assert [row[0] for row in rows] == ["A100-PCIE-40GB", "A100-SXM4-80GB"]
@@ -149,7 +142,8 @@ INVALID = (
 
 def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path):
     lines = [CELLS | change for change, _ in INVALID]
-    report = take_in(folder, csv_file(tmp_path / "a.csv", CELLS, *lines, CELLS | {"value": "nan"}))
+    path = csv_file(tmp_path / "a.csv", CELLS, *lines, CELLS | {"value": "nan"})
+    (report,) = take_in(folder.root, "allreduce", path).files
     invalid = {reason: [at] for at, (_, reason) in enumerate(INVALID, 2)}
     invalid["value is not a time > 0"].append(len(lines) + 2)
     assert (report.rows, report.new, report.invalid) == (len(lines) + 2, 1, invalid)
@@ -158,4 +152,4 @@ def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path):
 def test_a_row_with_more_cells_than_the_header_is_named_and_left_out(folder, tmp_path):
     path = csv_file(tmp_path / "a.csv", CELLS)
     path.write_text(path.read_text(encoding="utf-8") + ",".join([*CELLS.values(), "more"]) + "\n", encoding="utf-8")
-    assert take_in(folder, path).invalid == {"more cells than the header has columns": [2]}
+    assert take_in(folder.root, "allreduce", path).files[0].invalid == {"more cells than the header has columns": [2]}

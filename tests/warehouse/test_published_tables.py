@@ -294,13 +294,6 @@ def test_every_cell_is_kept(of_all):
         assert run["source"] == "imported" and run["schema_version"] == SCHEMA_VERSION
 
 
-def test_a_repeat_or_another_name_of_the_file_adds_nothing(tmp_path, take):
-    for source in ("timm_benchmark", "lucid", "gavel"):
-        first = take(source, ROWS[source])
-        again = take(source, path=csv_file(tmp_path / "copy.csv", ROWS[source]))
-        assert (first.already_there, again.new, again.rows) == (0, 0, first.rows)
-
-
 def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_not_fitted(of_all, tmp_path, take):
     shutil.copytree(of_all / "data", tmp_path / "data")
     take("timm_benchmark", *({**TIMM, "model": f"resnet{depth}"} for depth in range(20, 60)))

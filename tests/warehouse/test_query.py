@@ -3,9 +3,6 @@
 import csv
 import io
 import json
-import os
-import stat
-import threading
 import unicodedata
 
 import pyarrow.parquet as pq
@@ -48,18 +45,6 @@ def test_a_snapshot_is_asked_instead_of_the_folder(query, folder, filled):
     assert code == 2 and "2025" in err and "2026" in err
 
 
-def test_json_is_exact_and_null_is_null(query, filled):
-    code, out, _ = query(SELECT, "format=json")
-    day = {"started_at": "2025-01-02 03:04:05"}
-    assert (code, json.loads(out)) == (
-        0,
-        [
-            {"run_id": "J-000000", "error": 'say "hi",\nthen go', "smact": 0.1, "fine": True, **day},
-            {"run_id": "J-000001", "error": "", "smact": None, "fine": False, **day},
-        ],
-    )
-
-
 def test_json_and_csv_hold_nested_and_huge_values(query):
     sql = "SELECT [1, NULL] AS l, {'a': 'b'} AS s, sum(9007199254740993) AS h, 'nan'::DOUBLE AS n, 1.50 AS d"
     code, out, _ = query(sql, "format=json")
@@ -85,31 +70,6 @@ def test_parquet_needs_a_file_and_keeps_types(query, filled, tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("name", ["csv", "parquet", "json", "table"])
-@pytest.mark.parametrize(
-    ("out", "why"),
-    [("{here}/none/o", "there is no folder {here}/none"), *((out, "it is a folder") for out in ("/", ".", "~"))],
-)
-def test_out_that_is_a_folder_or_in_none_is_refused(query, tmp_path, name, out, why):
-    out, why = (text.format(here=tmp_path) for text in (out, why))
-    code, _, err = query("SELECT 1 AS a", f"format={name}", f"out='{out}'")
-    assert (code, err) == (2, f"error: out={out} cannot be written: {why}\n")
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no files, as /proc")
-@pytest.mark.parametrize("name", ["csv", "parquet"])
-def test_out_that_cannot_be_written_is_named_without_the_temporary_file(query, name):
-    code, _, err = query("SELECT 1 AS a", f"format={name}", "out=/proc/self/o")
-    assert code == 2 and err.startswith("error: out=/proc/self/o cannot be written: ")
-    assert ".tmp" not in err and "/.o" not in err and len(err) < 100
-
-
-def test_an_unknown_format_lists_the_known(query):
-    code, _, err = query("SELECT 1", "format=xlsx")
-    assert code == 2 and "csv, json, parquet, table" in err
-
-
 def test_table_shows_all_cells_and_says_when_rows_are_left_out(query, filled):
     code, out, _ = query("SELECT run_id, smact FROM runs ORDER BY 1")
     assert code == 0 and "J-000001" in out and "NULL" in out and "2 rows" in out
@@ -127,15 +87,6 @@ def test_rows_that_are_too_wide_are_written_one_below_the_other(query, filled):
     assert lines[at + 1] == " " * lines[at].index('say "hi",') + "then go"
     assert lines[-1] == "2 rows"
     assert query("SELECT * FROM runs", "max_rows=1")[1].splitlines()[-1].startswith("first 1 rows")
-
-
-def test_rows_as_wide_as_many_terminals_stay_a_table_where_there_is_none(query, filled):
-    columns = "run_id, family, status, oom_kind, source, device_name, started_at, attempt, precision, optimizer"
-    code, out, _ = query(f"SELECT {columns} FROM runs ORDER BY 1")
-    assert code == 0 and "-- row" not in out
-    header, first = (line for line in out.splitlines() if "run_id" in line or "J-000000" in line)
-    assert [cell.strip() for cell in header.split("│")[1:-1]] == columns.split(", ")
-    assert "│ simulated │" in first and 80 < len(first) <= 200
 
 
 @pytest.mark.parametrize(("width", "vertical"), [(20, True), (21, False)])
@@ -157,17 +108,6 @@ def test_in_a_terminal_its_width_decides(filled, folder, monkeypatch, width, ver
 def test_a_long_value_is_not_cut(query):
     code, out, _ = query("SELECT repeat('word ', 100) || 'end' AS long, 1 AS n")
     assert (code, out) == (0, f"-- row 1 --\nlong  {'word ' * 100}end\nn     1\n1 row\n")
-
-
-def test_an_empty_warehouse_answers_with_no_rows(query):
-    sql = "SELECT family, status, count(*) FROM runs GROUP BY ALL"
-    assert query(sql, "format=csv") == (0, "family,status,count_star()\n", "")
-    assert query(sql, "format=json") == (0, "[]\n", "")
-    assert "0 rows" in query(sql)[1]
-
-
-def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
-    assert query("SELECT count(*) AS n FROM runs WHERE status='oom'", "format=csv")[1] == "n\n1\n"
 
 
 @pytest.mark.parametrize(
@@ -200,36 +140,10 @@ def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, expe
     assert err.startswith("error: ") and expected_text in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
-def test_out_takes_what_standard_output_would_follows_links_and_writes_to_pipes(query, filled, tmp_path, name):
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert query(SELECT, f"format={name}", f"out={tmp_path / 'link'}") == (0, "", "")
-    assert (tmp_path / "link").is_symlink()
-    expected = (tmp_path / "target").read_bytes()
-    if name != "parquet":  # which needs a file
-        assert query(SELECT, f"format={name}")[1] == expected.decode()
-    fifo, got = tmp_path / "fifo", []
-    os.mkfifo(fifo)
-    reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
-    reader.start()
-    assert query(SELECT, f"format={name}", f"out={fifo}")[0] == 0
-    reader.join(30)
-    assert got == [expected] and stat.S_ISFIFO(fifo.stat().st_mode)
-
-
-@pytest.mark.parametrize("name", ["csv", "parquet"])
-def test_out_is_never_a_file_of_the_data_folder(query, filled, folder, tmp_path, name):
-    folder.queue.write_bytes(b"precious")
-    run_file = folder.partition("runs", "cnn") / "J-000000.parquet"
-    before = run_file.read_bytes()
-    (tmp_path / "link").symlink_to(folder.queue)
-    os.link(folder.queue, tmp_path / "hard")
-    for out in (folder.queue, run_file, run_file.parent / "planted.parquet", tmp_path / "link"):
-        code, _, err = query(SELECT, f"format={name}", "out=" + "'" + str(out).replace("'", "\\'") + "'")
-        assert code == 2 and "is a file of the data folder" in err
-    assert not (run_file.parent / "planted.parquet").exists()
-    assert query(SELECT, f"format={name}", f"out={tmp_path / 'hard'}")[0] == 0, "the other name is replaced"
-    assert folder.queue.read_bytes() == b"precious" and run_file.read_bytes() == before
+@pytest.mark.parametrize("name", ["csv", "json", "table"])
+def test_out_takes_what_standard_output_would(query, filled, tmp_path, name):
+    assert query(SELECT, f"format={name}", f"out={tmp_path / 'o'}") == (0, "", "")
+    assert query(SELECT, f"format={name}")[1] == (tmp_path / "o").read_text()
 
 
 @pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
@@ -249,8 +163,6 @@ def test_a_flipped_byte_costs_its_file_and_no_half_answer_is_written(query, fold
         return
     text = (tmp_path / "o").read_text()
     assert [f"J-00000{n}" in text for n in range(3)] == [True, False, True]
-    if name != "table":
-        assert query(sql, f"format={name}")[1] == text
 
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb\u2066c\x00d\re\tf\u200fg\x7f"

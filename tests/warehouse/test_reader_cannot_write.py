@@ -150,26 +150,6 @@ def test_no_other_file_is_read(connection, sql):
     assert rows == []
 
 
-def test_a_sort_larger_than_memory_spills_outside_the_folder(folder, monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    fill(folder, [0])
-    plain = duckdb.connect
-    monkeypatch.setattr(
-        "warehouse.reading.connection.duckdb.connect",
-        lambda path, **options: plain(path, **options, config={"memory_limit": "60MB", "threads": 2}),
-    )
-    before = state_of(folder.root)
-    with contextlib.closing(warehouse.connect(folder)) as connection:  # without spilling, it is out of memory
-        rows = connection.execute(
-            "SELECT max(n) FROM (SELECT row_number() OVER (ORDER BY h) AS n "
-            "FROM (SELECT hash(range)::VARCHAR || repeat('x', 40) AS h FROM range(600_000)))"
-        ).fetchall()
-        assert rows == [(600_000,)]
-    assert state_of(folder.root) == before
-    assert not list(tmp_path.glob("gpufarm-*"))
-
-
 def test_nobody_else_reads_what_a_query_spills(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with contextlib.closing(warehouse.connect(folder)):

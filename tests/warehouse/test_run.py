@@ -44,15 +44,6 @@ def test_what_was_not_measured_is_null_and_objects_are_json(tmp_path):
     assert row[2:] == (512.0, False, None, None, 0, True)
 
 
-@pytest.mark.parametrize("config", [{"a": {1}}, {"a": object()}, [1], "{"])
-def test_an_object_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, config):
-    folder = DataFolder.resolve(tmp_path / "data")
-    broken = dataclasses.replace(RUN, config=config, run_id="J-000002", steps="many")
-    with pytest.raises((ValueError, TypeError)):
-        RunWriter(folder).write(broken, NO_SAMPLES)
-    assert not list(folder.runs.glob("*/J-*.parquet"))
-
-
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", "3", "[" * 100_000])
 def test_reasons_that_are_no_object_are_none(text):
     assert reasons_of(text) == {}

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -23,7 +22,6 @@ from warehouse_rows import (
     killed_children,
     run_row,
     samples,
-    take_no_files,
 )
 
 import warehouse
@@ -133,13 +131,6 @@ def test_a_reader_beside_the_first_compaction_of_a_copied_snapshot_finds_all_row
     assert rows(copy) == before
 
 
-def test_a_snapshot_that_is_copied_over_its_folder_doubles_nothing(full, tmp_path):
-    taken = take_snapshot(full)
-    shutil.copytree(shutil.copytree(taken.folder.root, tmp_path / "copy"), full.root, dirs_exist_ok=True)
-    compact_at(full, 0)
-    assert take_snapshot(full, "again").rows == taken.rows
-
-
 def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, monkeypatch):
     fill(folder, range(2))
     linked = take_snapshot(folder)
@@ -162,12 +153,6 @@ def test_names_are_days_and_one_that_is_taken_or_unknown_is_told(folder):
             take_snapshot(folder, bad)
     with pytest.raises(UsageError, match=f"unknown snapshot 'other'; known: {first}, {first}.2"):
         warehouse.connect(folder, snapshot="other")
-
-
-def test_samples_of_a_run_that_has_not_landed_stay_out(folder):
-    fill(folder, [0, 1])
-    (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()
-    assert take_snapshot(folder, "s").rows == {**dict.fromkeys(VIEWS, 0), "runs": 1, "attempts": 1, "telemetry": 3}
 
 
 def test_a_damaged_file_is_named(folder):
@@ -195,9 +180,8 @@ def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, caps
     root = take_snapshot(folder, "s").folder.root
     assert run("snapshot", entry, ["verify=all"]) == 0
     path = root / "runs" / "family=cnn" / "J-000000.parquet"
-    status, content = path.stat(), bytearray(path.read_bytes())
-    content[10] ^= 1
-    path.write_bytes(content)
+    status = path.stat()
+    flip(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert run("snapshot", entry, ["verify=s"]) == 1
     assert "s: runs/family=cnn/J-000000.parquet has other content" in capsys.readouterr().out
@@ -250,13 +234,6 @@ def test_a_snapshot_waits_for_a_compaction(folder):
     assert messages == ["waiting for a compaction that is at work on this folder"]
 
 
-def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch, views_file):
-    fill(folder, [0])
-    take_snapshot(folder, "s")
-    take_no_files(monkeypatch)
-    assert len(rows(folder, snapshot="s")) == 1
-
-
 def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     fill(folder, range(3))
@@ -268,9 +245,6 @@ def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
     assert output[0] == output[1] and output[0].startswith(
         "2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 kernels, 0 ranks, 0 collocations, 0 jobs, 0 stale; "
     )
-    assert run("snapshot", entry, ["name=x", "verify=all"]) == 2
-    assert run("snapshot", entry, ["verify=x"]) == 2
-    assert Path(folder.snapshots / "2026-11-20").is_dir()
 
 
 ENVIRONMENT = {"device_name": "A100-SXM4-40GB", "torch_version": "2.13", "config_hash": "c0ffee"}
@@ -304,20 +278,8 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
     assert ["runs", "4", "6", "+2"] in cells and ["smact", "1"] in [[row[0], row[3]] for row in cells if len(row) > 4]
     assert "Changed in: optimizer (1 run)." in output and "-0.050" in output
-    bad = (["before=c"], ["before=a", "format=x"], ["before=a", "tolerance=-1"], [])
-    assert [run("diff", diff_entry, arguments) for arguments in bad] == [2] * 4
     with pytest.raises(UsageError, match="a third name 'c'"):
         named_arguments(["a", "b", "c"])
-
-
-def test_a_difference_tells_columns_that_a_schema_gained(folder):
-    path = take_snapshot(folder, "a").folder.root / MANIFEST
-    manifest = json.loads(path.read_text())
-    del manifest["columns"]["runs"]["quality"]
-    manifest["columns"]["runs"]["batch_size"] = "double"
-    path.write_text(json.dumps(manifest))
-    (change,) = diff(folder, "a").schema
-    assert (change.table, change.added, change.retyped) == ("runs", ("quality",), ("batch_size: double -> int64",))
 
 
 def test_a_snapshot_in_order_has_no_findings(full):
@@ -423,7 +385,7 @@ def test_rows_that_no_writer_would_land_are_found(folder):
     assert list(by_rule.values())[-1].severity == "warning"
 
 
-def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothing_is_read(folder, monkeypatch):
+def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told(folder):
     fill(folder, range(2))
     root = take_snapshot(folder, "s").folder.root
     (folder.root / "secret").write_bytes(b"secret")
@@ -434,10 +396,7 @@ def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothi
     for path in paths:
         manifest["files"].append({"path": path, "bytes": 6, "rows": 1, "sha256": "0" * 64, "modified_ns": 0})
     (root / MANIFEST).write_text(json.dumps(manifest))
-    read = []
-    monkeypatch.setattr("warehouse.files.snapshots.sha256_of", lambda file: read.append(file) or "0" * 64)
-    problems = [line for line in find_snapshot(folder, "s").problems() if "SHA" not in line]
+    problems = find_snapshot(folder, "s").problems()
     for path in paths:
         (problem,) = [line for line in problems if path in line]
         assert "is not a plain file of the snapshot" in problem
-    assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]

@@ -12,8 +12,7 @@ import pytest
 from warehouse_rows import ask, run_row, samples
 
 import warehouse
-from warehouse.files.folder import DataFolder
-from warehouse.files.snapshots import find_snapshot, take_snapshot
+from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import Mark, RunWriter, stale_now, write_marks
 from warehouse.reading.pairing import diff
 from warehouse.tables.schema import ENVIRONMENT
@@ -118,7 +117,6 @@ def test_a_snapshot_keeps_the_marks_of_its_day(folder):
     write_marks(folder, "c", [mark(0), mark(0, "drama")], marked_at=AT)
     write_marks(folder, "d", [mark(0, "smocc")], marked_at=AT)
     assert shown(folder, "s") == before and len(shown(folder)) == 3
-    assert find_snapshot(folder, "s").problems() == []
     difference = diff(folder, "s")
     assert (difference.rows_before["stale"], difference.rows_after["stale"]) == (1, 3) and not difference.schema
     assert not difference.added and not difference.changed
@@ -128,18 +126,6 @@ def without_marks(folder):
     """As a folder, or a snapshot, is that was made before there were any."""
     shutil.rmtree(folder.stale)
     folder.warehouse.unlink(missing_ok=True)
-
-
-def test_a_folder_from_before_is_read_and_takes_marks(folder):
-    land(folder, 0, OLD, 1)
-    without_marks(folder)
-    before = sorted(path.name for path in folder.root.iterdir())
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute("SELECT * FROM stale").fetchall() == [] and stale_now(connection, "smact") == set()
-    assert sorted(path.name for path in folder.root.iterdir()) == [*before, folder.warehouse.name]
-    assert take_snapshot(folder, "s").rows["stale"] == 0
-    write_marks(DataFolder(folder.root), "c", [mark(0)], marked_at=AT)
-    assert len(shown(folder)) == 1
 
 
 def test_a_snapshot_from_before_is_read_and_compared(folder):

@@ -14,9 +14,8 @@ import pytest
 from warehouse_rows import ask, collocations, compact_at, failing, fill, kernels, ranks, run_row, samples, unreadable
 
 import warehouse
-from warehouse.files.counting import counting_merged_names
 from warehouse.files.folder import DataFolder
-from warehouse.files.merged import Listing, land_merged, listing_file, new_merged_name
+from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
@@ -39,13 +38,6 @@ def test_a_run_lands_with_its_telemetry_and_absent_columns_are_null(tmp_path):
             "SELECT run_id, family, t_ms, smact, drama FROM telemetry ORDER BY t_ms OFFSET 1"
         ).fetchone()
     assert sample == ("J-000007", "cnn", 100.0, 0.5, None)
-
-
-def test_a_repeat_replaces_the_run(folder):
-    writer = RunWriter(folder)
-    writer.write(run_row(1), samples(3))
-    writer.write(run_row(1, attempt=2, status="oom", oom_kind="device"), samples(2))
-    assert ask(folder, "SELECT status, attempt, (SELECT count(*) FROM telemetry) FROM runs") == [("oom", 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -187,44 +179,23 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-@pytest.mark.parametrize("reader", ["read_metadata", "ParquetFile"])
-def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_cannot_be_read(folder, monkeypatch, code, reader):
+@pytest.mark.parametrize(
+    "reader",
+    ["pyarrow.parquet.read_metadata", "pyarrow.parquet.ParquetFile", "warehouse.files.plain_file.open_plain"],
+)
+def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_or_its_listing_cannot_be_read(
+    folder, monkeypatch, code, reader
+):
     writer = RunWriter(folder)
     writer.write(run_row(0), samples())
     path = plant(folder, new_merged_name())
     with monkeypatch.context() as refusing:
-        refusing.setattr(pq, reader, failing(code))
+        refusing.setattr(reader, failing(code))
         for land in (writer.write, lambda run, _: writer.has_landed("cnn", run["run_id"])):
             with pytest.raises(OSError, match=os.strerror(code)):
                 land(run_row(3), samples())
     assert writer.write(run_row(3), samples()) == path
     assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_a_run_does_not_land_while_a_listing_cannot_be_read(folder, monkeypatch, code):
-    writer = RunWriter(folder)
-    writer.write(run_row(0), samples())
-    path = plant(folder, new_merged_name())  # which does not say itself what it replaces
-    with (
-        unreadable(monkeypatch, lambda opened: "compactions" in opened.parts, code),
-        pytest.raises(OSError, match=os.strerror(code)),
-    ):
-        writer.write(run_row(3), samples())
-    assert writer.write(run_row(3), samples()) == path
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opened_once(folder, monkeypatch, code):
-    RunWriter(folder).write(run_row(0), samples())
-    target = folder.partition("runs", "cnn") / new_merged_name()
-    land_merged(folder, "runs", target, pa.Table.from_pylist([run_row(3, run_id="J-000003")], RUN_SCHEMA), (), 1.0)
-    listing_file(folder, "runs", target.name).write_bytes(b"torn")
-    with unreadable(monkeypatch, lambda opened: opened == target, code):
-        with pytest.raises(OSError, match=os.strerror(code)):
-            counting_merged_names(folder, "runs", "cnn")
-        assert counting_merged_names(folder, "runs", "mlp") == set()
-    assert counting_merged_names(folder, "runs", "cnn") == {target.name}
 
 
 @pytest.mark.parametrize("how", ["listing", "merged", "listing may not be read", "merged may not be read"])

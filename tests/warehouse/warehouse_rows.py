@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 import warehouse
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
@@ -247,14 +248,14 @@ class Steps:
         return wrapped
 
 
+def take_in(data, source: str, path, **settings):
+    """Ingest a file, or a folder of files, into a data folder; return the report."""
+    return ingest(IngestSettings(source=source, path=str(path), data=str(data), **settings))
+
+
 def csv_file(path, *lines: dict):
     """Write a CSV file of these rows, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
+    return csv_table(path, lines[0], [line.values() for line in lines])
 
 
 def csv_table(path, header, rows):

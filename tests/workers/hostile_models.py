@@ -114,12 +114,6 @@ def forks_and_both_go_on(path: str) -> None:
     os.fork()
 
 
-def notes_descriptors(path: str) -> None:
-    opened = descriptors()
-    with open(path, "w") as note:
-        json.dump(opened, note)
-
-
 def writes_much_and_fails(path: str) -> None:
     os.write(1, b"first words\n")
     for _ in range(64):
@@ -194,16 +188,6 @@ def daemonizes_and_hangs(path: str) -> None:
 def daemonizes_undoing_the_subreaper(path: str) -> None:
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
     daemonizes(path)
-
-
-def forks_for_ever(path: str) -> None:
-    """A process that is never there when it is looked for: each ends at once and leaves a copy."""
-    if not os.fork():
-        os.setsid()
-        for _ in range(100_000):
-            if os.fork():
-                os._exit(0)
-        os._exit(0)
 
 
 def kills_its_server(path: str) -> None:

@@ -20,9 +20,9 @@ NO_PID = 2**32 - 1
 class Card:
     """One trial on the card: idle, a context after 0.3 s, its memory from 0.6 s on, gone after `until_s`."""
 
-    def __init__(self, pid=None, used=True, left_mib=0):
-        """`pid`: under which NVML lists the trial (None: not at all). `left_mib`: an earlier trial's, returned late"""
-        self.nvml, self.pid, self.used, self.left_mib = FakeGpmNvml(), pid, used, left_mib
+    def __init__(self, pid=None, used=True):
+        """`pid`: under which NVML lists the trial (None: not at all)."""
+        self.nvml, self.pid, self.used = FakeGpmNvml(), pid, used
         self.now_ns = S
         self.t0_ns = self.now_ns
         self.answers = self.nvml.answers[0]
@@ -35,7 +35,7 @@ class Card:
     def show(self):
         t_s = (self.now_ns - self.t0_ns) / S
         charged = CONTEXT_MIB * (t_s >= 0.3) + RESERVED_MIB * (t_s >= 0.6)
-        used = DRIVER_MIB + charged + self.left_mib * (t_s < 0.05)
+        used = DRIVER_MIB + charged
         self.answers["nvmlDeviceGetMemoryInfo"] = {
             "total": CARD_MIB * MIB,
             "free": (CARD_MIB - used) * MIB,
@@ -101,11 +101,6 @@ def test_a_run_whose_pid_is_ours_is_trusted_and_its_memory_is_what_nvml_charges(
     assert columns["quality"] == "trusted", columns["quality_reasons"]
     assert columns["peak_memory_mib"] == pytest.approx(CONTEXT_MIB + RESERVED_MIB)
     assert "peak_memory" not in columns["quality_summary"]
-
-
-def test_memory_that_an_earlier_trial_gives_back_late_is_not_taken_from_the_label():
-    columns = Card(None, left_mib=20_000).run()
-    assert (columns["quality"], columns["peak_memory_mib"]) == ("trusted", CONTEXT_MIB + RESERVED_MIB)
 
 
 def test_a_device_whose_memory_does_not_show_the_trial_gives_no_label():

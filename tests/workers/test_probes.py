@@ -14,7 +14,6 @@ import torch
 from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
-from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
 from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
@@ -74,12 +73,6 @@ def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
     assert stages(tmp_path) == ["row 0", "row 1"]
     measured(tmp_path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
     assert stages(tmp_path) == ["row 0", "row 1"]
-
-
-def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "_MOST_S", 6.0)  # of which the imports of a busy machine take some
-    assert measured(tmp_path, child("hanging", "hangs")).failed == {"hanging": "it took more than 6 s"}
-    assert stages(tmp_path) == ["begun"]
 
 
 KILLED = """
@@ -259,10 +252,6 @@ def test_a_recorded_job_is_compared_with_its_trace(monkeypatch):
     assert {one.where for one in compared.in_step.only_measured} <= {"optimizer", "batch"}
 
 
-def test_each_of_the_jobs_is_a_valid_trial():
-    assert len({config_from_mapping(config).family for config, _ in histories.JOBS.values()}) >= 10
-
-
 # ---- questions
 
 
@@ -327,16 +316,16 @@ def measure(out, device="cuda"):
     return children.main(["probes=questions", f"out={out}", f"device={device}", "seconds=100"])
 
 
-def test_a_probe_that_fails_everywhere_has_failed(answers, tmp_path, capsys):
-    answers |= {"first": "CUDA error: out of memory", "second": "its process ended with code 1"}
+def test_what_fails_everywhere_has_failed_and_what_fails_in_part_is_left_until_it_is_measured(
+    answers, tmp_path, capsys
+):
+    answers |= {"first": "CUDA error: out of memory", "second": "it took more than 60 s"}
     assert measure(tmp_path) == 1
-    output = capsys.readouterr().out
-    assert "questions: 0 measured, 0 before, 0 left" in output
-    assert output.splitlines()[-1] == "failed: 2 measurements, first first: CUDA error: out of memory"
-
-
-def test_what_fails_in_part_is_left_until_it_is_measured(answers, tmp_path, capsys):
-    answers["second"] = "it took more than 60 s"
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "questions: 0 measured, 0 before, 0 left",
+        "failed: 2 measurements, first first: CUDA error: out of memory",
+    ]
+    del answers["first"]
     assert measure(tmp_path) == children.EXIT_LEFT
     assert capsys.readouterr().out.splitlines()[-1] == "failed: 1 measurement, first second: it took more than 60 s"
     answers.clear()

@@ -7,7 +7,6 @@ import signal
 import pytest
 import torch
 
-from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping
 from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import profiling
@@ -205,14 +204,6 @@ def test_kernels_follow_the_result_where_they_were_asked_for():
 )
 def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
     assert list(ReportReader(virtual=True, kernels=True).feed(content))[-1] == BROKEN
-
-
-def test_settings_of_jobs_without_kernels_are_as_they_were():
-    plain = TrialSettings(window=WindowSettings())
-    assert "kernels" not in plain.to_mapping() and TrialSettings(**plain.to_mapping()) == plain
-    for steps in (-1, 101, 1.5, True):
-        with pytest.raises(UsageError, match=r"kernels\.steps must be"):
-            KernelSettings(steps=steps)
 
 
 @pytest.fixture(params=["worker", "simulated"])

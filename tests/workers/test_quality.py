@@ -6,7 +6,7 @@ import pytest
 
 from warehouse.tables.schema import QUALITIES, RUN_SCHEMA
 from workers.labels.quality import REASONS
-from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
+from workers.labels.run_labels import counter_growth, label_run
 from workers.telemetry.base import Sample, window_mean
 from workers.trial.reports import Observed
 
@@ -170,14 +170,6 @@ def test_another_process_on_the_gpu_makes_labels_and_an_out_of_memory_untrusted(
     assert verdict(other, status="crashed", **failed)[0] == "trusted"
 
 
-def test_memory_that_was_in_use_before_the_trial_took_any_makes_a_run_untrusted():
-    held = changed(telemetry(), "nvml", lambda v: v | {"memory_used_mib": 9_000.0})
-    unlisted = changed(held, "nvml", lambda v: {m: x for m, x in v.items() if m != "process_memory_mib"})
-    assert verdict(unlisted)[:2] == ("untrusted", {"foreign_memory"})
-    growing = changed(unlisted, "nvml", lambda v: v | {"memory_used_mib": 600.0}, lambda t: t < 0.2)
-    assert verdict(growing)[0] == "trusted"
-
-
 @pytest.mark.parametrize(
     ("sensor", "metric", "value", "quality"),
     [
@@ -282,12 +274,6 @@ def test_a_cpu_run_has_no_reasons_of_a_gpu_and_a_simulated_one_none():
     assert (quality, reasons, columns["smact"]) == ("trusted", set(), 0.3)
 
 
-@pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])
-def test_the_cpu_peak_holds_what_the_trial_started(reported, sampled, expected):
-    samples = [("process", Sample(5, {"rss_mib": sampled}))]
-    assert verdict(samples, backend="cpu", values={"peak_memory_mib": reported})[2]["peak_memory_mib"] == expected
-
-
 @pytest.mark.parametrize("status", ["oom", "timeout", "crashed", "invalid"])
 def test_a_run_without_a_window_or_a_sample_is_judged(status):
     quality, _, columns = verdict([], status=status, warmup_ns=None, window_ns=None, window_end_ns=None, values={})
@@ -299,16 +285,6 @@ def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_
     growths = [counter_growth(counter, "energy_j", *window) for window in ((20, 60), (0, 80), (35, 45))]
     assert growths == [pytest.approx(400.0), pytest.approx(800.0), None]
     assert [counter_growth(few, "energy_j", 0, 80) for few in (counter[:1], [])] == [None, None]
-
-
-def test_a_peak_between_two_samples_counts():
-    """The allocator gives cached blocks back before NVML is read again: its own peak plus the context is the label."""
-    samples = [
-        ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
-        ("torch", Sample(2, {"reserved_mib": 1000.0})),
-    ]
-    assert peak_memory_mib(samples, 3000.0) == (3500.0, False)
-    assert peak_memory_mib(samples, None) == (1500.0, False)
 
 
 def samples_of(*pairs):

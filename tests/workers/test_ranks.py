@@ -8,18 +8,15 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import psutil
 import pytest
 from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
 from test_hostile_trials import await_gone, ends_well, hostile
-from test_worker import LONG, SHORT, InBackground, mlp, task
+from test_worker import LONG, InBackground, mlp, task
 
 from tests.surroundings import await_
 from workers.settings import KernelSettings
-from workers.telemetry.base import Sample, Sensor, WatchTarget
-from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
 
@@ -60,23 +57,6 @@ def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worke
     assert {("torch", 0), ("torch", 1), ("process", None)} <= taken
     assert "processes_left" not in (run.quality_reasons or {})
     assert nothing_is_left(worker)
-
-
-class Profiled(Sensor):
-    """A stand-in for a GPU's profiling counters."""
-
-    name, metrics, period_s = "gpm", ("smact",), 0.001
-
-    def sample(self):
-        return [Sample(time.monotonic_ns(), {"smact": 0.5})]
-
-
-def test_a_window_follows_the_figures_of_the_first_rank(worker, monkeypatch):
-    sensors = iter([(), (Profiled(WatchTarget(None, os.getpid())),), ()])  # of the whole trial, of its ranks
-    monkeypatch.setattr("workers.trial.server_client.make_sensors", lambda *_: (next(sensors), {}))
-    window = dataclasses.replace(SHORT, seconds=0.7)
-    run = worker.run(task(mlp(parallel="ddp=2"), window, telemetry=TelemetrySettings(period_s=0.01))).run
-    assert run.status == "ok" and "smact" in run.half_widths
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.wide)])
@@ -201,37 +181,17 @@ def test_a_report_of_ranks_that_breaks_the_rules_is_refused(lines):
     assert list(ReportReader(ranks=2).feed(lines))[-1] == BROKEN
 
 
-def test_a_trial_of_one_process_reports_no_rank():
-    assert list(ReportReader().feed(b'{"event":"rank","rank":0,"values":{}}\n'))[-1] == BROKEN
-    assert list(ReportReader().feed(RANKS))[-1] == BROKEN
-
-
 def test_ranks_of_a_simulated_gpu_are_traced_and_say_so(simulated):
     alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
     result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
     run, ranks = result.run, result.ranks.to_pylist()
     assert (run.status, run.source, run.ranks, run.worst_rank) == ("ok", "simulated", 8, 0)
     assert run.peak_memory_mib > alone.peak_memory_mib + 500, "buckets, and NCCL's buffers"
-    assert run.parameters == alone.parameters
     assert [row["rank"] for row in ranks] == list(range(8))
     for row in ranks:
-        same = ("peak_memory_mib", "step_time_ms", "smact", "power_w")
-        assert [row[name] for name in same] == [getattr(run, name) for name in same]
+        assert (row["peak_memory_mib"], row["step_time_ms"]) == (run.peak_memory_mib, run.step_time_ms)
         assert 0 < row["exposed_ms"] < row["step_time_ms"] and row["sent_mib"] > 0
     assert run.step_time_ms >= alone.step_time_ms + ranks[0]["exposed_ms"], "copies into buckets take time as well"
-    assert set(result.telemetry["rank"].to_pylist()) == {0}
-
-
-def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages(simulated):
-    result = simulated.run(task(mlp(input_size=4096, batch_size=512, depth=4, parallel="pp=2,ddp=2")))
-    run, rows = result.run, result.ranks.to_pylist()
-    memory_mib = [row["peak_memory_mib"] for row in rows]
-    assert memory_mib[0] == memory_mib[1] != memory_mib[2] == memory_mib[3]
-    assert run.peak_memory_mib == max(memory_mib) == memory_mib[run.worst_rank]
-    for row in rows:
-        assert row["step_time_ms"] == pytest.approx(run.step_time_ms), "all ranks wait for each other"
-    assert {row["sent_mib"] for row in rows[:2]} != {row["sent_mib"] for row in rows[2:]}
-    assert set(result.telemetry["rank"].to_pylist()) == {0, 2}, "one rank of each stage is traced"
 
 
 def test_ranks_end_with_the_keeper_of_their_trial(groupless_worker):

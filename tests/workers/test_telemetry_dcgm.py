@@ -144,28 +144,6 @@ def test_values_are_put_back_by_the_lag_and_average_one_interval(server, clock):
     assert sensor.interval_s == 0.1
 
 
-def test_what_is_of_the_time_before_the_trial_is_not_given(server, clock):
-    sensor, energy = DcgmSensor(TARGET, server.url, clock_ns=clock), Energy(server)
-    for given in ([], ["measured"]):  # first as old as the trial
-        clock.pass_s(0.3)
-        energy.grow()
-        assert qualities(sensor.sample()) == given
-
-
-def test_scrapes_between_updates_are_repeated_with_their_values(server, clock):
-    sensor = watched(server, clock)
-    for _ in range(3):
-        clock.pass_s(0.1)
-        (sample,) = sensor.sample()
-        assert sample.quality == "repeated" and sample.since_ns is None
-        assert sample.values["smact"] == 0.812045
-        assert sample.t_ns == clock.now_ns - 300 * MS
-    server.replace("0.812045", "0.500000")
-    (sample,) = sensor.sample()
-    assert sample.quality == "measured" and sample.values["smact"] == 0.5
-    assert qualities(sensor.sample()) == ["repeated"]
-
-
 def test_value_that_stays_the_same_is_measured_at_the_exporters_interval(server, clock):
     sensor, energy = watched(server, clock), Energy(server)
     for _ in range(3):  # the exporter's interval is learned: a second
@@ -180,15 +158,6 @@ def test_value_that_stays_the_same_is_measured_at_the_exporters_interval(server,
     times = [sample.t_ns for sample in samples if sample.quality == "measured"]
     assert len(times) == 4
     assert {later - earlier for earlier, later in itertools.pairwise(times)} == {1_000_000_000}
-
-
-def test_a_missed_update_does_not_lengthen_the_interval(server, clock):
-    sensor, energy = watched(server, clock), Energy(server)
-    for gap_s in (0.1, 0.11, 0.09, 0.2, 0.1, 0.1):
-        clock.pass_s(gap_s)
-        energy.grow()
-        (sample,) = sensor.sample()
-    assert sample.t_ns - sample.since_ns == pytest.approx(100 * MS)
 
 
 def test_stalled_profiling_on_a_busy_gpu_is_suspect_and_keeps_its_values(server, clock):

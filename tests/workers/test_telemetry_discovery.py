@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from recorded_nvml import A100_UUID, DISPLAY_UUID, MIG_SESSION, SLICE_UUID, SMALL_SLICE_UUID, RecordedNvml
 
 from workers.devices.cuda import discover_gpus, torch_cuda_build
@@ -19,9 +18,7 @@ def test_display_adapter_among_the_a100_is_no_worker():
     nvml = RecordedNvml()
     discovery = discover_gpus(nvml, {})
     assert [gpu.index for gpu in discovery.usable] == [0, 1, 2, 4]
-    assert [gpu.name for gpu in discovery.gpus][3] == "NVIDIA DGX Display"
     assert "display adapter next to NVIDIA A100-SXM4-40GB" in discovery.gpus[3].excluded_reason
-    assert discovery.gpus[3].mig is None  # NVML does not say
     assert (discovery.driver_version, discovery.reason) == ("550.54.15", None)
     first = discovery.gpus[0]
     assert (first.uuid, first.memory_mib, first.compute_capability) == (A100_UUID, 40960.0, (8, 0))
@@ -136,16 +133,6 @@ def test_no_usable_gpu_says_why_for_each():
     assert "GPU 3 (NVIDIA DGX Display): a display adapter" in discovery.reason
 
 
-def test_machine_without_a_driver_has_no_gpus_and_a_reason():
-    class NoDriver(RecordedNvml):
-        def nvmlInit(self):
-            raise self.NVMLError(9)
-
-    discovery = discover_gpus(NoDriver(), {})
-    assert discovery.gpus == () and discovery.driver_version is None
-    assert "Driver Not Loaded" in discovery.reason
-
-
 VERSION_PY = """from typing import Optional
 __version__ = '2.13.0+{flavour}'
 cuda: Optional[str] = {cuda}
@@ -166,7 +153,3 @@ hip: Optional[str] = {hip}
 def test_cuda_build_of_torch_is_read_from_its_version_file(monkeypatch, text, build):
     monkeypatch.setattr("workers.devices.cuda._torch_version_text", lambda: text)
     assert torch_cuda_build() == build
-
-
-def test_cuda_build_of_the_installed_torch_is_found():
-    assert torch_cuda_build() == torch.version.cuda

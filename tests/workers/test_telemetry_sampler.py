@@ -155,27 +155,6 @@ def test_a_source_that_will_not_speak_of_a_windows_end_within_a_second_is_not_wa
     assert sensor.calls == 1
 
 
-def test_new_samples_are_given_once_and_stop_gives_them_all():
-    sampler = started(Scripted("nvml", reading))
-    first = sampler.new_samples()
-    second = sampler.new_samples()
-    assert [sample.t_ns for _, sample in first + second] == list(range(1, 1 + len(first) + len(second)))
-    assert first and sampler.stop()[: len(first)] == first
-    assert sampler.new_samples() == []
-
-
-def test_factory_makes_what_works_here_and_says_why_the_rest_does_not():
-    sensors, missing = make_sensors(TelemetrySettings(dcgm_url="http://127.0.0.1:9/metrics"), NO_GPU)
-    assert [sensor.name for sensor in sensors] == ["process"]
-    assert set(missing) == {"nvml", "gpm", "dcgm"}
-    assert all(missing.values())
-    for sensor in sensors:
-        sensor.close()
-    assert make_sensors(TelemetrySettings(sources=("torch",)), NO_GPU) == ((), {})
-    sensors, missing = make_sensors(TelemetrySettings(sources=["process", "process"]), NO_GPU)
-    assert len(sensors) == 1 and missing == {}, "asked for twice"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -2,16 +2,12 @@
 
 import dataclasses
 import datetime
-import os
-import re
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
-import workers
 from featurize.configs.trial import config_from_mapping
 from featurize.families import get_family, layers_of
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
@@ -105,15 +101,6 @@ def test_a_trial_killed_from_outside_is_tried_again(worker):
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
 
 
-def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
-    worker.run(task(mlp()))
-    before = len(os.listdir("/proc/self/fd"))
-    for index in range(2):
-        worker.run(task(mlp(), index=index))
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert not psutil.Process(worker._server.pid).children()
-
-
 @pytest.mark.slow  # a worker gives a server fifteen seconds
 def test_a_server_that_stands_still_is_lost_and_goes_with_what_is_below_it(worker, monkeypatch):
     monkeypatch.setattr("workers.trial.server_client._ANSWER_TIMEOUT_S", 1.0)
@@ -147,13 +134,6 @@ def test_a_clock_that_is_set_changes_no_status_and_no_duration(worker, monkeypat
     assert (run.status, run.error) == ("ok", None)
     assert 0 < run.wall_s < 60 and run.startup_s < 60
     assert "host_clock" in run.quality_reasons and run.quality == "suspect"
-
-
-def test_only_the_wall_times_of_a_run_are_read_from_the_wall_clock():
-    """Durations and deadlines are monotonic: none but the worker and a run's clock look at the date or the time."""
-    sources = {path.name: path.read_text() for path in Path(workers.__file__).parent.rglob("*.py")}
-    assert {name for name, text in sources.items() if "datetime" in text} == {"task.py", "worker.py"}
-    assert not [name for name, text in sources.items() if re.search(r"\btime\.time(_ns)?\(", text)]
 
 
 @pytest.mark.parametrize(
