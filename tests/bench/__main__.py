@@ -1,6 +1,7 @@
 """`make bench`: every figure of docs/benchmarks.md, in one run, as ratios where there is something to compare with.
 
 `FULL=true` (`full=true`) also takes compaction, soak and selection at the size that is wanted, which takes hours.
+`python -m tests.bench compaction 1000 100` runs `bench_compaction.py` alone, at the sizes that its `run` names.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def measured(title: str, name: str, *sizes: int) -> dict[str, Any]:
-    """Return the figures of the benchmark in a module of this folder, which is imported now."""
+    """Return the figures of the benchmark in a module of this folder, which is imported now, and print them."""
     print(f"\n{title}")
-    return importlib.import_module(f"bench_{name}").run(*sizes)
+    figures = importlib.import_module(f"bench_{name}").run(*sizes)
+    for figure, value in figures.items():
+        print(f"{figure:>28}  {value:,.4f}" if isinstance(value, float) else f"{figure:>28}  {value:,}", flush=True)
+    return figures
 
 
 def main() -> None:
@@ -150,4 +154,7 @@ def _published(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] and "=" not in sys.argv[1]:
+        measured(sys.argv[1], sys.argv[1], *map(int, sys.argv[2:]))
+    else:
+        main()

@@ -1,6 +1,6 @@
 """How long a compaction of many small files takes, and how much memory: runs as the farm lands them, then merged.
 
-Start reading at `run`; `python tests/bench/bench_compaction.py [RUNS SAMPLES_A_RUN]` prints its figures.
+Start reading at `run`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(runs: int = 100_000, samples: int = 100) -> dict:
         land(folder.root, runs, NIGHT_RUNS, samples)
         night = _compact(folder, LATER_S)
         _check(folder, runs + NIGHT_RUNS, samples)
-    result = {
+    return {
         "runs": runs,
         "telemetry_rows": runs * samples,
         "compact_s": first[0],
@@ -68,9 +68,6 @@ def run(runs: int = 100_000, samples: int = 100) -> dict:
         "night_compact_peak_rss_mib": night[1],
         "query_deleted_s": query_s,
     }
-    for key, value in result.items():
-        print(f"{key:>26}  {value:,.3f}" if isinstance(value, float) else f"{key:>26}  {value:,}")
-    return result
 
 
 def land(data: str | os.PathLike, first: int, count: int, samples: int) -> None:
@@ -108,7 +105,3 @@ def _check(folder: DataFolder, runs: int, samples: int) -> float:
         ).fetchone()
     assert counts == ((runs, runs), (runs * samples, runs * samples)), counts
     return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    run(*map(int, sys.argv[1:3]))

@@ -1,6 +1,6 @@
 """How long from typing the command until the first run is durable in the warehouse: Ray and torch start in between.
 
-Start reading at `run`; `python tests/bench/bench_first_run.py`.
+Start reading at `run`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from pathlib import Path
 
 def run(repeats: int = 3) -> dict[str, float]:
     """Median seconds until the first run has landed, with four simulated GPUs under Ray and with one worker inline."""
-    result = {
+    return {
         "first_run_ray_s": statistics.median(_first_run_s("local") for _ in range(repeats)),
         "first_run_inline_s": statistics.median(_first_run_s("inline") for _ in range(repeats)),
     }
-    for name, value in result.items():
-        print(f"{name:>26} {value:10.2f}")
-    return result
 
 
 def _first_run_s(cluster: str) -> float:
@@ -38,7 +35,3 @@ def _first_run_s(cluster: str) -> float:
         seconds = time.perf_counter() - start
         assert farm.wait() == 0
         return seconds
-
-
-if __name__ == "__main__":
-    run()

@@ -1,12 +1,11 @@
 """The cost of a growth cycle beside running and fitting, on a data folder that has grown for long.
 
-Start reading at `run`; `python tests/bench/bench_grow.py [RUNS CANDIDATES]` prints its figures.
+Start reading at `run`.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import subprocess
 import sys
@@ -98,7 +97,3 @@ def _fill(folder: DataFolder, family: str, count: int) -> None:
         for i, config in enumerate(configs)
     ]
     RunWriter(folder).write_batch(rows)
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(*map(int, sys.argv[1:])), indent=1))

@@ -1,6 +1,6 @@
 """The cost of a trial beyond its warm-up and measured window: in the farm, and in a fresh process per trial.
 
-Start reading at `run`; `python tests/bench/bench_overhead.py`. Both train the same model on the CPU with the same loop.
+Start reading at `run`. Both train the same model on the CPU with the same loop.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def run(trials: int = 40, fresh: int = 7) -> dict[str, float]:
     """
     farm_s, config, settings = _farm_overhead_s(trials)
     fresh_s = statistics.median(_fresh_overhead_s(config, settings) for _ in range(fresh))
-    result = {"farm_overhead_s": farm_s, "fresh_process_overhead_s": fresh_s, "ratio": fresh_s / farm_s}
-    for name, value in result.items():
-        print(f"{name:>26} {value:10.3f}")
-    return result
+    return {"farm_overhead_s": farm_s, "fresh_process_overhead_s": fresh_s, "ratio": fresh_s / farm_s}
 
 
 def _farm_overhead_s(trials: int) -> tuple[float, str, str]:
@@ -73,7 +70,3 @@ def _fresh_overhead_s(config: str, settings: str) -> float:
         text=True,
     )
     return time.perf_counter() - start - sum(map(float, done.stdout.split()))
-
-
-if __name__ == "__main__":
-    run()

@@ -1,12 +1,11 @@
 """How much faster a grouped question is through the warehouse than from CSV with pandas, on synthetic rows.
 
-Start reading at `run`; `python tests/bench/bench_query.py [RUNS TELEMETRY]` prints its figures.
+Start reading at `run`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -60,7 +59,7 @@ def run(rows_runs: int = 1_000_000, rows_telemetry: int = 20_000_000, repeats: i
     assert [row[:3] for row in ours] == [row[:3] for row in theirs], (ours, theirs)
     np.testing.assert_allclose([row[3:] for row in ours], [row[3:] for row in theirs], rtol=1e-9)
     typical_s = sorted(warehouse_s)[len(warehouse_s) // 2]
-    result = {
+    return {
         "rows_runs": rows_runs,
         "rows_telemetry": rows_telemetry,
         "csv_mib": bytes_csv / 2**20,
@@ -73,9 +72,6 @@ def run(rows_runs: int = 1_000_000, rows_telemetry: int = 20_000_000, repeats: i
         "ratio": pandas_s / typical_s,
         "ratio_usecols": pandas_needed_s / typical_s,
     }
-    for key, value in result.items():
-        print(f"{key:>18}  {value:,.3f}" if isinstance(value, float) else f"{key:>18}  {value:,}")
-    return result
 
 
 def from_csv(runs_csv: Path, telemetry_csv: Path, only_needed: bool = False) -> list[tuple]:
@@ -188,7 +184,3 @@ def _write(folder: DataFolder, kind: str, pieces: Iterator[tuple[str, pa.Table]]
         )
         writer.write_table(table)
     writer.close()
-
-
-if __name__ == "__main__":
-    run(*map(int, sys.argv[1:3]))

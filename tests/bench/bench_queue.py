@@ -1,11 +1,10 @@
 """How many tasks a second the durable queue takes in and gives out, as the dispatcher uses it: one at a time.
 
-Start reading at `run`; `python tests/bench/bench_queue.py [TASKS]`.
+Start reading at `run`.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -48,17 +47,10 @@ def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
         queue.counts()
         counted = time.perf_counter()
     assert done == tasks, f"{done} of {tasks} tasks finished"
-    result = {
+    return {
         "tasks": tasks,
         "enqueue_per_s": tasks / (enqueued - start),
         "lease_finish_per_s": tasks / (finished - enqueued),
         "overall_per_s": tasks / (finished - start),
         "counts_ms": (counted - finished) * 1e3,
     }
-    for name, value in result.items():
-        print(f"{name:>20} {value:12,.1f}")
-    return result
-
-
-if __name__ == "__main__":
-    run(*map(int, sys.argv[1:]))

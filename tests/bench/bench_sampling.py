@@ -1,6 +1,6 @@
 """The cost of telemetry: the share of a CPU core that sampling takes, and how it slows training beside it.
 
-Start reading at `run`; `python tests/bench/bench_sampling.py`. There need be no GPU: the sensors read recorded answers,
+Start reading at `run`. There need be no GPU: the sensors read recorded answers,
 so the time that a real driver takes for its answers is not in the figures.
 """
 
@@ -41,10 +41,7 @@ def run(pairs: int = 60) -> dict[str, float]:
         result = {"core_share": core_share(_sensors(url, os.getpid()))}
         for sensor in _sensors(url, os.getpid()):
             result[f"core_share_{sensor.name}"] = core_share([sensor])
-        result |= slowdown(url, pairs)
-    for name, value in result.items():
-        print(f"{name:>26} {value:10.4f}")
-    return result
+        return result | slowdown(url, pairs)
 
 
 def core_share(sensors: list) -> float:

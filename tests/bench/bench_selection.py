@@ -1,12 +1,11 @@
 """The cost of choosing what a night measures, out of many candidates with many known rows.
 
-Start reading at `run`; `python -m tests.bench.bench_selection [CANDIDATES]` prints its figures.
+Start reading at `run`.
 """
 
 from __future__ import annotations
 
 import importlib.resources
-import sys
 import time
 from dataclasses import replace
 
@@ -48,9 +47,4 @@ def run(n: int) -> dict[str, float]:
         began = time.perf_counter()
         choose(policy, candidates(space, policy, 0, 0, n), known, min(500, n // 10), forecaster)
         costs[f"{policy}_s"] = time.perf_counter() - began
-        print(f"{policy}: {n:,} candidates in {costs[f'{policy}_s']:.1f} s", flush=True)
     return costs
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)

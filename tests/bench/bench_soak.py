@@ -1,11 +1,10 @@
 """The dispatcher's memory over many tasks: a scripted executor, everything else real (queue, landing, metrics, log).
 
-python -m tests.bench.bench_soak [TASKS=100000]      start reading at `run`
+Start reading at `run`.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -104,19 +103,10 @@ def run(tasks: int = 100_000) -> dict[str, float]:
             took_s = time.monotonic() - started
             assert queue.counts().by_status == {"ok": tasks}
     early = points[len(points) // 10][1]
-    figures = {
+    return {
         "tasks": tasks,
         "rss_early_mib": early,
         "rss_end_mib": points[-1][1],
         "grown_mib": points[-1][1] - early,
         "tasks_per_s": tasks / took_s,
     }
-    print(
-        f"grown by {figures['grown_mib']:+.1f} MiB from {points[len(points) // 10][0]:,} to {tasks:,} tasks, "
-        f"{figures['tasks_per_s']:.0f} tasks/s"
-    )
-    return figures
-
-
-if __name__ == "__main__":
-    run(*map(int, sys.argv[1:2]))

@@ -81,7 +81,7 @@ def run() -> dict[str, float]:
         torch.set_num_threads(threads)
     child = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
     large = json.loads(child.stdout.splitlines()[-1])
-    figures = {
+    return {
         "trace_s": statistics.median(pair[0] for pair in pairs),
         "mem_tracker_s": statistics.median(pair[1] for pair in pairs),
         "ratio": statistics.median(pair[1] / pair[0] for pair in pairs),
@@ -89,10 +89,6 @@ def run() -> dict[str, float]:
         "large_rss_mib": large["rss_mib"],
         "large_s": large["seconds"],
     }
-    print(f"resnet50, batch 32: {figures['trace_s']:.2f} s, MemTracker {figures['mem_tracker_s']:.2f} s")
-    memory_line = f"{figures['large_rss_mib']:,.0f} MiB RSS, {figures['large_s']:.1f} s"
-    print(f"{figures['large_parameters'] / 1e9:.1f} G parameters: {memory_line}")
-    return figures
 
 
 if __name__ == "__main__":

@@ -67,12 +67,6 @@ def test_what_is_given_of_a_search_space_replaces_what_stood_there(text, value, 
     assert after == _own_space("gpt") | {"batch_size": value}
 
 
-def test_a_range_given_drops_the_scale_that_stood_there():
-    assert _space(family="gpt")["depth"] == {"low": 2, "high": 36, "scale": "log"}
-    assert _space("arch.space.depth={low: 4, high: 12}", family="gpt")["depth"] == {"low": 4, "high": 12}
-    assert _space("arch.space={depth: {low: 4, high: 12}}", family="gpt")["depth"] == {"low": 4, "high": 12}
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys):
     def entry(cfg):

@@ -1,7 +1,6 @@
 """MIG slices as GPU models: named as drivers name them, derived from the whole GPU, refused with what there is."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -9,7 +8,6 @@ from conf.cli.commands import settings_class
 from conf.cli.overrides import load_config
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
-from learn import estimate
 from learn.commands.estimate import described_device
 
 
@@ -49,15 +47,3 @@ def test_an_unknown_slice_is_refused_with_what_there_is(name, message):
         load_device(name)
     with pytest.raises(UsageError, match=message):
         load_config(settings_class("estimate"), [f"device={name}"])
-
-
-def test_a_job_that_fits_the_whole_gpu_may_not_fit_its_slice():
-    from torch import nn
-
-    def job():
-        return nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(12)])
-
-    whole, part = (estimate(job, (64, 8192), device=name) for name in ("a100", "a100:1g.5gb"))
-    assert whole.fits_device and not part.fits_device
-    assert part.step_time_ms > 3 * whole.step_time_ms
-    assert json.loads(json.dumps(part.to_mapping()))["device"] == "A100-SXM4-40GB MIG 1g.5gb"

@@ -123,16 +123,6 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(whole):
     assert "`peak_memory_mib` | double | peak memory that the device charged" in card
 
 
-def test_runs_that_landed_after_the_snapshot_are_not_in_it(folder, tmp_path, no_checks):
-    for index, name in enumerate(("s", "t")):
-        RunWriter(folder).write(run_row(index), samples())
-        take_snapshot(folder, name)
-    assert publish(settings(folder, tmp_path / "a", snapshot="s")).rows["runs"] == 1
-    assert publish(settings(folder, tmp_path / "b")).rows["runs"] == 2  # the newest
-    with pytest.raises(UsageError, match="unknown snapshot 'u'; known: s, t"):
-        publish(settings(folder, tmp_path / "c", snapshot="u"))
-
-
 def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path, no_checks):
     first, folder = whole
     same = {"snapshot": first.snapshot, "name": first.root.name, "pages": 1}

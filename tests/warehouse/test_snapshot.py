@@ -271,12 +271,9 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     # run 4 and the changed run 0 have a median of 1.5 MiB, the four runs before too; 0.45 against 0.5
     assert (memory.label, memory.pairs, memory.median, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
     assert (smact.label, round(smact.median, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
-    assert difference.schema == () and difference.rows_after["telemetry"] == 18
     assert json.loads(difference.as_json())["rows_before"]["runs"] == 4
     assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0
     output = capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
-    assert ["runs", "4", "6", "+2"] in cells and ["smact", "1"] in [[row[0], row[3]] for row in cells if len(row) > 4]
     assert "Changed in: optimizer (1 run)." in output and "-0.050" in output
     with pytest.raises(UsageError, match="a third name 'c'"):
         named_arguments(["a", "b", "c"])
