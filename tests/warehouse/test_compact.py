@@ -171,19 +171,17 @@ def settle(folder, runs, families=("cnn",)):
     assert {len(files(folder, kind, family)) for kind in KINDS for family in families} == {1}
 
 
-def at_steps(families, runs, compactions, first, *others):
-    """Cases of a kind; `make test` runs the one with step `first`, or none of them if it is None."""
-    wide = [pytest.param(families, runs, compactions, step, marks=pytest.mark.wide) for step in others]
-    return wide if first is None else [(families, runs, compactions, first), *wide]
+CNN, BOTH = ("cnn",), ("cnn", "mlp")
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("families", "runs", "compactions", "step"),
     [
-        *at_steps(("cnn",), 3, (), 2, 1, 3, 4),  # while it merges
-        *at_steps(("cnn", "mlp"), 3, (), None, 3, 6, 8),
-        *at_steps(("cnn",), 3, (EAGER,), 5, 1, 2, 3, 4, 8),  # while it deletes what was merged
-        *at_steps(("cnn",), 4, (HALVES, EAGER), 4, 1, 2, 3, 5),  # which was merged twice
+        *((CNN, 3, (), step) for step in (1, 2, 3, 4)),  # while it merges
+        *((BOTH, 3, (), step) for step in (3, 6, 8)),
+        *((CNN, 3, (EAGER,), step) for step in (1, 2, 3, 4, 5, 8)),  # while it deletes what was merged
+        *((CNN, 4, (HALVES, EAGER), step) for step in (1, 2, 3, 4, 5)),  # which was merged twice
     ],
 )
 def test_killed_at_a_step_then_compacted_again(kill_at, folder, families, runs, compactions, step):
