@@ -417,16 +417,12 @@ def of_all_kinds(tmp_path_factory):
 def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(of_all_kinds, out, tmp_path, kind, leads):
     shutil.copytree(of_all_kinds, out)
     path = next(out.glob(f"mlp/*-{kind}.parquet"))
-    elsewhere = tmp_path / "elsewhere"
-    if leads == "a folder":
-        os.replace(path.parent, elsewhere)
-        path.parent.symlink_to(elsewhere)
+    moved = path.parent if leads == "a folder" else path
+    elsewhere = moved.rename(tmp_path / "elsewhere")
+    if leads == "a pipe":
+        os.mkfifo(moved)
     else:
-        os.replace(path, elsewhere)
-        if leads == "a pipe":
-            os.mkfifo(path)
-        else:
-            path.symlink_to(elsewhere)
+        moved.symlink_to(elsewhere)
     with pytest.raises(EnvironmentProblem, match="leads out of the data set, or no plain file"):
         loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists()
