@@ -81,7 +81,7 @@ class FittedModels:
         folder = DataFolder.resolve(self._options.data)
         if self._options.data is not None:
             folder = folder.open()
-        return {target: versions(folder, target) for target in TARGETS}
+        return {target: versions(folder, target) for target in TARGETS} if folder.models.is_dir() else {}
 
     @cached_property
     def _packaged(self) -> dict[str, Artifact]:
@@ -116,7 +116,9 @@ class FittedModels:
             "for_modules": case.config is None,
         }
         absent = named is not None and "memory" not in self._packaged
-        if absent and find_latest(self._kept["memory"], "memory", **wanted) is None:  # memory at least must be fitted
+        if (
+            absent and find_latest(self._kept.get("memory", []), "memory", **wanted) is None
+        ):  # memory at least must be fitted
             with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
@@ -125,7 +127,8 @@ class FittedModels:
         for target in TARGETS:
             newest, notes = None, list[Note]()
             try:
-                newest = find_latest(self._kept[target], target, **learnt)
+                if target in self._kept:
+                    newest = find_latest(self._kept[target], target, **learnt)
             except StaleArtifact as error:
                 if named is not None:
                     raise

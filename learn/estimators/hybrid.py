@@ -113,7 +113,7 @@ class Familiarity:
             kinds=sorted(frozenset[str]().union(*(kinds_of(record.values) for record in records))),
             devices=sorted({plain_device(str(name)) for name in rows.device}),
             settings={name: sorted({float(record.values[name]) for record in records}) for name in settings},
-            torch=sorted(set(map(torch_release, rows.cases))),
+            torch=sorted({torch_release(case.torch_version) for case in rows.cases}),
             families=sorted(set(map(str, rows.family))),
             modules=sorted({str(module) for module in rows.module if "/" in str(module)}),
         )
@@ -153,8 +153,9 @@ class Familiarity:
             wider.append(DEVICE)
         if case.family not in self.families:
             axes.add(FAMILY)  # no reason to warn: a module never belongs to a family
-        if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
-            reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(self.torch)}")
+        release = torch_release(case.torch_version)
+        if release not in self.torch:  # widens nothing: how much memory changes by release is not known
+            reasons.append(f"PyTorch {release}: measured under {', '.join(self.torch)}")
         return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider))
 
     def is_new_module(self, case: Case) -> bool:
@@ -182,13 +183,9 @@ def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
     return frozenset(kind for kind, name in _COUNTS if values.get(name))
 
 
-def torch_release(case: Case) -> str:
-    """Return the release of torch in the case's environment, as 2.4; else the installed one."""
-    return _release(case.torch_version)
-
-
 @functools.cache
-def _release(version: str | None) -> str:
+def torch_release(version: str | None) -> str:
+    """Return the release of torch of a case's environment, as 2.4; None: of the installed one."""
     release = re.match(r"(\d+)\.(\d+)", version or version_of("torch") or "")
     return f"{release[1]}.{release[2]}" if release else "0.0"
 
@@ -584,7 +581,7 @@ def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
 
 def _torch(case: Case) -> float:
     """Return PyTorch's release in the case's environment, else the installed one, as a number: 2.04 for 2.4.1."""
-    major, minor = torch_release(case).split(".")
+    major, minor = torch_release(case.torch_version).split(".")
     return int(major) + int(minor) / 100
 
 
