@@ -15,21 +15,16 @@ import gc
 import json
 import random
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
-
+from tests.farm.served import served
 from warehouse.files.folder import DataFolder
 
-_READY_S = 60.0
 _ATTEMPTS = 5
 _LONGEST_S = 10.0
 _CONNECTIONS = 32
@@ -149,21 +144,12 @@ def main(arguments: Sequence[str]) -> int:
     questions = questions_of(int(rate * seconds), seed=1)
     bodies = [json.dumps(question).encode() for question in questions]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "requests.jsonl")
-        DataFolder.resolve(f"{folder}/data").create()
-        command = [sys.executable, "-m", "farm.serve", "port=0", f"data={folder}/data", f"log={log}", "explorer=false"]
-        command += [f"processes={given.get('processes', 2)}"]
-        service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert service.stdout is not None
-            port = int(re.search(r":(\d+)\s*$", service.stdout.readline())[1])  # type: ignore[index]
-            asyncio.run(_until_ready(port))
-            warm = asyncio.run(load(port, bodies[:200], rate / 4))
+        data = DataFolder.resolve(f"{folder}/data").create()
+        with served(data.root, "explorer=false", f"processes={given.get('processes', 2)}") as service:
+            warm = asyncio.run(load(service.port, bodies[:200], rate / 4))
             assert not warm.lost
-            outcome = asyncio.run(load(port, bodies, rate, (lambda: _kill_one(service.pid)) if kill else None))
-        finally:
-            service.send_signal(signal.SIGTERM)
-            service.wait()
+            kill_one = (lambda: service.answering()[0].kill()) if kill else None
+            outcome = asyncio.run(load(service.port, bodies, rate, kill_one))
     latencies = sorted(outcome.latencies_s)
     answered = len(outcome.answers)
 
@@ -176,25 +162,6 @@ def main(arguments: Sequence[str]) -> int:
     print(f"answered {answered}, {counts}")
     print(f"latency p50 {latency(0.5)}, p90 {latency(0.9)}, p99 {latency(0.99)}, longest {latency(1)}")
     return int(outcome.lost + outcome.refused + wrong > 0)
-
-
-async def _until_ready(port: int) -> None:
-    until = time.perf_counter() + _READY_S
-    while time.perf_counter() < until:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            if (await reader.readline()).split()[1:2] == [b"200"]:
-                return
-        except OSError:
-            pass
-        await asyncio.sleep(0.1)
-    raise SystemExit("the service is not ready")
-
-
-def _kill_one(pid: int) -> None:
-    answering = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
-    answering[0].kill()
 
 
 if __name__ == "__main__":
