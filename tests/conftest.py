@@ -53,6 +53,7 @@ NOT_QUICK = re.compile(
 # And those that do so through what they call: a worker's trial server, an interpreter, a command, a library's models.
 ALSO_NOT_QUICK = {
     "test_benchmark.py",
+    "test_compact.py",
     "test_compare.py",
     "test_devices.py",
     "test_families.py",
