@@ -214,14 +214,6 @@ def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
     assert run_ids(folder) == ids(range(4))
 
 
-def rows(folder, name):
-    return ask(
-        folder,
-        "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)",
-        snapshot=name,
-    )[0]
-
-
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("damage", [b"", b"torn", None])
 def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_named(folder, damage, monkeypatch, capfd):
@@ -238,4 +230,5 @@ def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_nam
     for damaged in (path, samples):
         assert len([line for line in err.splitlines() if str(damaged) in line]) == 1
         assert len([line for line in left_out if str(damaged) in line]) == 1
-    assert rows(folder, "s") == (["J-000000", "J-000002"], 3)
+    counts = "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)"
+    assert ask(folder, counts, snapshot="s") == [(["J-000000", "J-000002"], 3)]

@@ -1,6 +1,5 @@
 """A run is typed from its worker to its row: one field a column, and JSON in the row alone."""
 
-import dataclasses
 import datetime
 import json
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
-from warehouse.files.writer import REQUIRED, RunWriter
+from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import Run, reasons_of
 
 NO_SAMPLES = pa.table({"t_ms": pa.array([], pa.float64())})
@@ -25,10 +24,6 @@ RUN = Run(
     prepared=False,
     finished_at=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC),
 )
-
-
-def test_the_fields_without_a_default_are_the_columns_that_the_writer_requires():
-    assert {field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING} == set(REQUIRED)
 
 
 def test_what_was_not_measured_is_null_and_objects_are_json(tmp_path):

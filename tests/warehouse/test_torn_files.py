@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import duckdb
 import pyarrow as pa
@@ -374,3 +375,13 @@ def test_a_forked_child_has_a_duckdb_of_its_own():
     child.start()
     child.join()
     assert child.exitcode == 0
+
+
+def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch, connection):
+    fill(folder, range(3))
+    verification = Mock(wraps=warehouse.files.damage.find_damaged)
+    monkeypatch.setattr("warehouse.files.damage.find_damaged", verification)
+    for _ in range(3):
+        with pytest.raises(duckdb.Error):
+            connection.execute("SELECT error('parquet') FROM runs").fetchall()
+    assert sum(len(call.args[0]) for call in verification.call_args_list) == 3 * 3
