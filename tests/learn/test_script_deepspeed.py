@@ -174,22 +174,3 @@ def test_what_is_not_followed_of_deepspeed_is_said_in_one_line(tmp_path):
     }
     assert {name: text in reasons.get(name, "") for name, text in wanted.items()} == dict.fromkeys(wanted, True)
     assert not any("\n" in reason for reason in reasons.values())
-
-
-ALONE = """
-import torch
-try:
-    import deepspeed
-except ImportError:
-    deepspeed = None
-assert deepspeed is None
-import deepspeed
-deepspeed.initialize(model=torch.nn.Linear(8, 8), config={"train_batch_size": 8})
-"""
-
-
-@pytest.mark.slow
-def test_one_process_is_told_to_start_several(tmp_path):
-    (tmp_path / "train.py").write_text(ALONE)
-    with pytest.raises(UsageError, match=r"train.py:9: RuntimeError: DeepSpeed on one GPU is not estimated; start"):
-        estimate_script(["python", "train.py"], estimator="trace")

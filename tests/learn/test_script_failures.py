@@ -8,25 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.cudnn import oracle
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
-from learn.commands.estimate import EstimateSettings, entry_of_script
+from learn.commands.estimate import entry_of_script
 from learn.estimation import answers
-from learn.estimation.known_runs import known_runs
-from learn.estimation.platforms import platform_of
-from learn.estimation.requests import AnswerOptions, Request
 from learn.script import estimating, records
 from learn.script.command_line import parse_command
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
@@ -198,65 +192,27 @@ def test_texts_of_a_record_reach_no_terminal_as_they_are(tmp_path):
     assert re.fullmatch(r"\\x1b\[31mred\\n", read_record(tmp_path).notes[0])
 
 
-# -- settings, notes and loggers of a script, without running one
-
-
 DEVICE = describe_device("A100-SXM4-40GB")
 
 
-def answered(settings, known=(), workspaces=None):
-    record = dataclasses.replace(RECORD, settings=settings)
-    platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
-    job = estimating._job(record, "train.py", lambda: record.trace)
-    request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
-    return answers.make_estimate(request)[0], tuple(estimating._notes(record))
-
-
-def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
+@pytest.mark.usefixtures("prepared_scripts")
+def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused(tmp_path):
+    command = write_script(tmp_path, LOOP)
     here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
-    runs = known_runs(here)
-    estimating._require_batch_of_script(runs, 2)
-    done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
+    done = estimate_script(command, known=here)
     assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
-    with pytest.raises(UsageError, match=r"known\[0\] is of batch_size=8, and the script"):
-        estimating._require_batch_of_script(known_runs(elsewhere), 2)
     for given, message in (
+        ({"known": elsewhere}, r"known\[0\] is of batch_size=8, and the script"),
         ({"known": here, "estimator": "hybrid"}, "cannot be combined with estimator=hybrid"),
         ({"known": "runs"}, "known=runs is for trial configs"),
         ({"estimator": "xmem"}, "trace, hybrid, gnn, got estimator='xmem'"),
         ({"batch_size": 8}, "unknown keyword 'batch_size'; known: allocator, coverage"),
     ):
         with pytest.raises(UsageError, match=message):
-            estimating.estimate_script(["python", __file__], **given)
-
-
-def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
-    passed = {}
-    monkeypatch.setattr(estimating, "estimate_script", lambda command, **given: passed.update(given))
-    monkeypatch.setattr("learn.commands.estimate.print_table", lambda *_, **__: None)
-    entry_of_script(EstimateSettings(), ["python", "train.py"])
-    given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
-    settings = SimpleNamespace(**{**given, "input_dtype": "int64"})
-    with pytest.raises(UsageError) as refused:
-        settings.trust, settings.devices = ("mine",), ("L4",)
-        entry_of_script(settings, ["python", "train.py"])
-    refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
-    assert set(given) - set(passed) - set(refusal) == {"method", "format", "notes"}  # which are checked, or printed by
-    assert not set(passed) & set(refusal)
+            estimate_script(command, **given)
 
 
 # -- a script's own processes end with it; `tests/conf/test_children.py` has the limits
-
-
-@pytest.mark.slow
-def test_a_scripts_daemon_ends_when_its_two_steps_are_done(tmp_path, monkeypatch):
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "train.py").write_text(DAEMON + LOOP)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    note = tmp_path / "daemon"
-    assert estimate_script(["python", str(tmp_path / "train.py"), str(note)]).peak_memory_mib > 0
-    assert not psutil.pid_exists(int(note.read_text()))
-    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.slow
@@ -343,24 +299,3 @@ def test_another_command_is_another_run(change):
     words = {"--lr 1": "python train.py --lr 1", "-u": "python -u train.py", "env A=b": "env A=b python train.py"}
     again = key(*words.get(change, "python train.py").split(), device=device)
     assert (again == first) == (change == "-u")
-
-
-def test_an_optimizer_that_nobody_knows_fails_no_answer():
-    settings = {"optimizer": "adadelta", "precision": "fp32", "implementation": "fused", "clip_norm": 1.0}
-    done, notes = answered(settings)
-    assert done.peak_memory_mib > 0 and done.answered_by["memory"] == "trace"
-    assert "no model was fitted on optimizer=adadelta, implementation=fused, clip_norm=1.0: the trace answers" in (
-        done.warnings
-    )
-    assert notes[1].text == "the script also chooses implementation=fused, clip_norm=1.0"
-
-
-def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch):
-    searches = []
-    asked = SimpleNamespace(
-        version="9", prepare=searches.append, answers=lambda _, search: searches.append(search) or {}
-    )
-    monkeypatch.setattr(oracle, "oracle_for", lambda device: asked)
-    settings = {"optimizer": "adam", "precision": "fp32", "cudnn_allow_tf32": False, "cudnn_deterministic": True}
-    answered(settings, workspaces="cudnn")
-    assert {search.to_text() for search in searches} == {"A deterministic"}

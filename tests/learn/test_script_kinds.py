@@ -3,20 +3,17 @@
 import importlib.util
 import os
 import runpy
-import shutil
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from conf.children.running import local_server
-from conf.errors import UsageError
 from featurize.nets.vision import mend_torchvision
 from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.script import saved_files
-from tests.featurize.published_models import detections
 from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
@@ -100,38 +97,23 @@ class Recurrent(nn.Module):
         return self.decoder(self.drop(output))
 
 
-def detector():
-    import torchvision
-
-    make = torchvision.models.detection.fasterrcnn_resnet50_fpn
-    return make(weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64)
-
-
-def two_losses(output, target):
-    losses = (nn.functional.cross_entropy(output[name], target) for name in ("out", "aux"))
-    return next(losses) + 0.5 * next(losses)
-
-
 TOKENS = {"input_dtype": "int64"}
 RESNET18 = torchvision_model("resnet18", num_classes=10)
-RESNET34 = torchvision_model("resnet34", num_classes=10)
-MOBILENET = torchvision_model("mobilenet_v2", num_classes=10)
-FCN = torchvision_model("fcn_resnet50", weights=None, weights_backbone=None, aux_loss=True, num_classes=5)
 IMAGES = [8, 3, 64, 64]
 LLAMA = {"optimizer": "adamw", "loss": own_loss, **TOKENS}
 TRAINER = {**LLAMA, "holds_output": False}
-MOMENTUM = {"optimizer": "momentum", "cudnn_benchmark": True, "zero_grad": "after_forward"}
 LIGHTNING = {"optimizer": "adamw", "precision": "bf16", "holds_output": False, "zero_grad": "after_forward"}
-SEGMENTATION = {"optimizer": "adamw", "target": [2, 64, 64], "loss": two_losses}
 JOBS = {  # what a script trains: a factory, its input shapes, and keyword arguments of `estimate`
     "plain_amp --amp none": (RESNET18, IMAGES, {}),
     "hf_trainer --bf16": (llama, [[8, 64]], {**TRAINER, "precision": "bf16"}),
     "accelerate_loop": (bert, [[8, 64], [8]], {**LLAMA, "precision": "bf16"}),
     "timm_like": (vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
-    "torchvision_like --wd 0 --amp": (RESNET34, IMAGES, {**MOMENTUM, "precision": "fp16"}),
-    "lightning_fit": (MOBILENET, [16, 3, 64, 64], LIGHTNING),
-    "segmentation_loop": (FCN, [2, 3, 64, 64], SEGMENTATION),
-    "detection_loop": (detector, [*detections(masks=False)], {"optimizer": "momentum"}),
+    "torchvision_like --wd 0 --amp": (
+        torchvision_model("resnet34", num_classes=10),
+        IMAGES,
+        {"optimizer": "momentum", "cudnn_benchmark": True, "zero_grad": "after_forward", "precision": "fp16"},
+    ),
+    "lightning_fit": (torchvision_model("mobilenet_v2", num_classes=10), [16, 3, 64, 64], LIGHTNING),
     "rnn_loop": (Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
 }
 NEEDS = {
@@ -141,9 +123,6 @@ NEEDS = {
     "timm_like": ("timm",),
     "torchvision_like": ("torchvision",),
     "lightning_fit": ("torchvision", "lightning"),
-    "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",),
-    "pretrained_folder": ("transformers",),
     "trainer_saves": ("transformers", "accelerate"),
 }
 
@@ -198,14 +177,6 @@ def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_
 @pytest.mark.parametrize("command", JOBS)
 def test_a_script_is_estimated_as_its_module(command):
     check_same(command, *JOBS[command])
-
-
-@pytest.mark.slow
-def test_gradients_are_accumulated_over_a_scripts_backward_passes():
-    once, four = (run(f"nanogpt_like {times}", estimator="trace") for times in (1, 4))
-    assert "4 backward passes in a step" in four.warnings[0]
-    assert four.step_time_ms > 2 * once.step_time_ms
-    assert four.peak_memory_mib >= once.peak_memory_mib
 
 
 CHECKPOINTED = """
@@ -331,14 +302,6 @@ def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
     assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4
 
 
-@pytest.mark.wide
-def test_a_hydra_application_imports_its_own_packages_of_this_projects_names():
-    command = ["python", str(SCRIPTS / "hydra_app" / "train.py"), "batch=16"]
-    script = estimate_script(command, estimator="trace")
-    assert script.parameters == 64 * 512 + 512 + 512 * 16 + 16
-    assert script.warnings[0] == "the script trains with adamw, fp32, 16 samples in a forward pass"
-
-
 def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tmp_path):
     (tmp_path / "kept.pt").write_text("the user's own")
     (tmp_path / "earlier.json").write_text("{}")
@@ -356,18 +319,6 @@ def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tm
 def test_a_trainers_checkpoints_are_saved_and_read_back_without_a_file(tmp_path):
     assert run("trainer_saves", estimator="trace").peak_memory_mib > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-@pytest.mark.slow
-def test_a_model_is_read_from_a_local_folder(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    model = bert().model
-    model.save_pretrained(tmp_path / "model")
-    script = run(f"pretrained_folder {tmp_path / 'model'}", estimator="trace")
-    module = estimate(bert, [[4, 32], [4]], optimizer="adamw", loss=own_loss, estimator="trace", **TOKENS)
-    assert isinstance(model, transformers.BertForSequenceClassification)
-    assert script.parameters == module.parameters
-    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
 
 
 GRAPHED_SCRIPT = """
@@ -395,14 +346,6 @@ def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
     assert by_mode.step_time_ms < plain.step_time_ms and by_mode.peak_memory_mib == plain.peak_memory_mib
     assert by_option.step_time_ms == by_mode.step_time_ms
     assert [GRAPHED in one.warnings for one in (plain, by_mode, by_option)] == [False, True, True]
-
-
-@pytest.mark.slow
-def test_what_fails_within_hydra_is_named_at_the_applications_line(tmp_path):
-    shutil.copytree(SCRIPTS / "hydra_app", tmp_path / "app")
-    (tmp_path / "app" / "learn" / "sizes.py").write_text("OUTPUTS = 'sixteen'\n")
-    with pytest.raises(UsageError, match=r"exits with 1 after .*models\.py:9: TypeError"):
-        estimate_script(["python", "app/train.py"])
 
 
 @pytest.mark.wide

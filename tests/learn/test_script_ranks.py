@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
-from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
-from learn.commands.estimate import entry_of_script
-from tests.learn import test_script_kinds as kinds
 
 pytestmark = pytest.mark.usefixtures("prepared_scripts")
 SCRIPTS = Path(__file__).parent / "training_scripts"
@@ -126,14 +122,6 @@ def test_replicas_of_a_script_are_those_of_the_layout_that_it_chooses(options, b
 
 
 @pytest.mark.slow
-def test_what_a_script_reduces_for_its_log_counts_as_well():
-    quiet, reports = (launched("torchrun_ddp", option) for option in ("", "--report"))
-    more = reports.sent_mib["all_reduce"] - quiet.sent_mib["all_reduce"]
-    assert more == pytest.approx(2 * 7 / 8 * 4 / 2**20)
-    assert reports.exposed_ms > quiet.exposed_ms
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "parallel"), [("", {"tp": 4}), ("--shards 2", {"fsdp": 2, "tp": 2})])
 @pytest.mark.needs_mode("fsdp")
 def test_a_script_that_splits_its_modules_takes_what_a_plan_takes(options, parallel):
@@ -154,10 +142,6 @@ SHARDS = (
 )
 
 
-def of_accelerate(parallel, **settings):
-    return of_module("accelerate_launched", parallel, optimizer="adamw", clip_norm=1.0, **settings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "parallel", "settings"),
@@ -175,54 +159,10 @@ def of_accelerate(parallel, **settings):
 def test_accelerate_ends_in_the_layout_that_its_options_say(before, parallel, settings):
     options = "" if settings else "--accumulate 1"
     script = launched("accelerate_launched", options, ranks=4, launcher=ACCELERATE, before=before)
-    module = of_accelerate(parallel, **settings)
+    module = of_module("accelerate_launched", parallel, optimizer="adamw", clip_norm=1.0, **settings)
     check_same(script, module, held_mib=0.003, times=TIME if settings else ("communication_ms",))
     assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.03)  # its clipping may run more kernels
     assert script.warnings[0].endswith("2 backward passes in a step") == bool(settings)
-
-
-@pytest.mark.slow
-@pytest.mark.needs_mode("fsdp")
-def test_accelerate_ends_in_flat_parameters_where_its_options_say_so():
-    options = SHARDS.replace("--fsdp_version 2", "--fsdp_version 1")
-    script = launched("accelerate_launched", ranks=4, launcher=ACCELERATE, before=options)
-    module = of_accelerate("fsdp=4,fsdp_version=1,wrap=[Block],no_sync=true,backward_prefetch=none", accumulation=2)
-    # Its loop frees gradients after the step, the other before the next. So other blocks are free, of which the
-    # allocator hands some out whole: reserved and rounded memory are not quite the same.
-    assert script.allocated_mib == pytest.approx(module.allocated_mib, abs=0.05)
-    assert script.sent_mib == pytest.approx(module.sent_mib, rel=1e-12)
-    assert script.communication_ms == module.communication_ms and script.parameters == module.parameters
-    for part in ("parameters", "gathered parameters", "unreduced gradients", "optimizer state"):
-        assert script.breakdown[part] == pytest.approx(module.breakdown[part], abs=0.003)
-
-
-@pytest.mark.slow
-@pytest.mark.needs_mode("fsdp")
-def test_micro_steps_of_shards_keep_whole_gradients_under_accelerate():
-    one, two = (
-        launched("accelerate_launched", f"--accumulate {micro}", ranks=4, launcher=ACCELERATE, before=SHARDS)
-        for micro in (1, 2)
-    )
-    assert one.sent_mib["reduce_scatter"] == two.sent_mib["reduce_scatter"]
-    assert two.breakdown["unreduced gradients"] == pytest.approx(two.parameters * 4 / 2**20)
-
-
-@pytest.mark.slow
-def test_hf_trainer_is_a_rank_of_its_launcher():
-    pytest.importorskip("transformers")
-    script = launched("hf_trainer", ranks=4)
-    module = estimate(
-        kinds.llama,
-        [[8, 64]],
-        parallel="ddp=4,find_unused_parameters=true",
-        clip_norm=1.0,
-        estimator="trace",
-        **kinds.TRAINER,
-    )
-    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
-    assert script.breakdown["gradient buckets"] == module.breakdown["gradient buckets"]
-    assert script.sent_mib["all_reduce"] == pytest.approx(module.sent_mib["all_reduce"], rel=1e-6)
-    assert script.ranks[0].count == 4
 
 
 DDP = """
@@ -321,18 +261,6 @@ def test_the_graph_of_a_compiled_replica_is_cut_where_its_buckets_end(tmp_path, 
     assert scripts[0].step_time_ms != scripts[1].step_time_ms
 
 
-@pytest.mark.slow
-@pytest.mark.needs_mode("fsdp")
-def test_shards_inside_a_compiled_model_are_compiled_one_by_one(tmp_path):
-    whole, units = (
-        run(tmp_path, f"(lambda net: {text})", SHARD + BY_ENVIRONMENT)
-        for text in ("torch.compile(shard(net))", "[part.compile() for part in shard(net)] and net")
-    )
-    assert whole.sent_mib == units.sent_mib and whole.peak_memory_mib == units.peak_memory_mib
-    assert whole.step_time_ms == units.step_time_ms
-    assert MODELLED in whole.warnings and not any("not captured" in note for note in whole.warnings)
-
-
 _TOO_OLD = r"FSDP or tensor parallelism in a script needs torch 2\.11 or newer; 2\.8\.0 is installed"
 
 
@@ -399,9 +327,3 @@ def test_a_gpu_without_a_known_interconnect_is_refused_before_the_script_runs(tm
 def test_how_a_script_is_spread_is_left_to_its_launcher(parallel, message):
     with pytest.raises(UsageError, match=message):
         launched("torchrun_ddp", parallel=parallel)
-
-
-def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
-    command = ["torchrun", "--nproc-per-node=many", "train.py"]
-    assert cli.run("estimate", lambda settings: entry_of_script(settings, command), []) == 2
-    assert capsys.readouterr().err == "error: torchrun --nproc-per-node must be a whole number >= 1, got many\n"

@@ -7,7 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--bf16", action="store_true")
-parser.add_argument("--fsdp", action="store_true")
 parser.add_argument("--deepspeed")
 parser.add_argument("--local_rank")
 arguments = parser.parse_args()
@@ -31,10 +30,6 @@ config = LlamaConfig(
     num_key_value_heads=4,
     use_cache=False,
 )
-shards = {
-    "fsdp": "full_shard auto_wrap",
-    "fsdp_config": {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-}
 training = TrainingArguments(
     "output",
     per_device_train_batch_size=8,
@@ -47,7 +42,6 @@ training = TrainingArguments(
     optim="adamw_torch",
     max_grad_norm=1.0,
     deepspeed=arguments.deepspeed,
-    **(shards if arguments.fsdp else {}),
 )
 trainer = Trainer(LlamaForCausalLM(config), training, train_dataset=Sentences(), eval_dataset=Sentences())
 assert trainer.args.device.type == "cuda"

@@ -1,13 +1,9 @@
 """Habits of scripts beside training: evaluation in inference mode, TorchScript, memory histories, counts of values."""
 
-import argparse
-
 import torch
 from torch import nn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--device", type=torch.device, default="cuda")
-device = parser.parse_args().device
+device = torch.device("cuda")
 torch.cuda.memory._record_memory_history(max_entries=1000)
 assert torch._C._cuda_getCurrentRawStream(0) == 0  # as bitsandbytes takes it while it is imported
 
@@ -53,6 +49,4 @@ for _step in range(4):
                 velocity.mul_(0.9).add_(parameter.grad)
                 parameter -= 0.1 * velocity
                 parameter.grad = None
-    with torch.inference_mode(mode=False):
-        evaluate(model)
 torch.cuda.memory._dump_snapshot("snapshot.pickle")

@@ -7,7 +7,6 @@ import torchvision
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--amp", choices=("none", "bf16", "fp16"), default="none")
 arguments = parser.parse_args()
 
@@ -19,7 +18,7 @@ assert next(model.parameters()).is_cuda and str(next(model.parameters()).device)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 images, labels = torch.randn(64, 3, 64, 64), torch.randint(0, 10, (64,))
-loader = DataLoader(TensorDataset(images, labels), arguments.batch, shuffle=True, num_workers=4, pin_memory=True)
+loader = DataLoader(TensorDataset(images, labels), 8, shuffle=True, num_workers=4, pin_memory=True)
 scaler = torch.amp.GradScaler("cuda", enabled=arguments.amp == "fp16")
 dtype = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[arguments.amp]
 best = 0.0

@@ -42,12 +42,10 @@ def same_everywhere(value, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--always", action="store_true", help="reduce in each micro-step")
     parser.add_argument("--view", action="store_true")
     parser.add_argument("--own-buffers", action="store_true")
-    parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     device = setup()
     newer, older = "forward_sync_buffers", "broadcast_buffers"
@@ -57,7 +55,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(1024, 3, 32, 32), torch.randint(0, 10, (1024,)))
     sampler = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, args.batch, sampler=sampler, num_workers=2, pin_memory=True)
+    loader = DataLoader(data, 16, sampler=sampler, num_workers=2, pin_memory=True)
     assert len(sampler) == 1024 // dist.get_world_size()
     same_everywhere(3, device)
     dist.barrier()
@@ -75,11 +73,6 @@ def main():
                 scaled = loss / args.accumulate if args.accumulate > 1 else loss
                 scaled.backward()
             optimizer.step()
-            if args.report:
-                total = loss.detach().clone()
-                dist.all_reduce(total, op=dist.ReduceOp.AVG)
-                if dist.get_rank() == 0:
-                    print(f"epoch {epoch} loss {total.item():.3f}")
         if dist.get_rank() == 0:
             torch.save(model.module.state_dict(), "model.pt")
     dist.destroy_process_group()

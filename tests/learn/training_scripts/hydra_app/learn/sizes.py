@@ -1,3 +1,0 @@
-"""Sizes of the models."""
-
-OUTPUTS = 16
