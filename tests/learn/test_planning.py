@@ -25,18 +25,12 @@ from tests.parsed_page import ParsedPage
 
 WIDTH = 1024
 CARD = replace(describe_device("A100-SXM4-40GB"), memory_mib=3000.0)
-BUILT = []
 
 
 def net(blocks=4):
-    BUILT.append("net")
     return nn.Sequential(
         *(Block(WIDTH, norm=False, activation=torch.relu) for _ in range(blocks)), nn.Linear(WIDTH, 10)
     )
-
-
-def flat():
-    return nn.Linear(WIDTH, 10)
 
 
 def planned(gpus=8, model=net, batch=1024, inputs=None, **options):
@@ -93,14 +87,11 @@ def test_batches_double_until_they_do_not_fit_and_checkpointing_begins_at_the_la
     assert {row.mesh for row in eight.rows} == {"ddp=8"}
 
 
-def test_the_quickest_comes_first_and_what_does_not_fit_last(eight):
+def test_the_quickest_comes_first_what_does_not_fit_last_and_nothing_is_quicker_with_less_than_the_frontier(eight):
     rates = [row.samples_per_s for row in eight.fitting]
     assert rates == sorted(rates, reverse=True) and eight.best == eight.rows[0] == eight.fitting[0]
     assert [row.fits for row in eight.rows] == sorted((row.fits for row in eight.rows), reverse=True)
     assert all(row.samples_per_s is None for row in eight.rows if not row.fits)
-
-
-def test_nothing_is_quicker_with_less_memory_than_the_frontier(eight):
     for row in eight.fitting:
         better = [o for o in eight.fitting if o.samples_per_s > row.samples_per_s and o.needed_mib < row.needed_mib]
         assert (row in eight.frontier) == (not better)
@@ -112,9 +103,7 @@ def test_a_global_batch_is_split_into_micro_steps():
     assert {row.micro_batch * row.accumulation * 8 for row in done.rows} == {64 * 1024}
     (row,) = (one for one in done.rows if one.accumulation == 8)
     whole = estimate(net, [row.micro_batch, WIDTH], device=CARD, parallel="ddp=8", accumulation=8)
-    assert row.peak_memory_mib == whole.peak_memory_mib and row.upper_mib == whole.upper_mib
-    for name in ("step_time_ms", "exposed_ms", "samples_per_s"):
-        assert getattr(row, name) == pytest.approx(getattr(whole, name), rel=1e-3), name
+    assert (row.upper_mib, row.step_time_ms) == (whole.upper_mib, pytest.approx(whole.step_time_ms, rel=1e-3))
 
 
 def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
@@ -122,13 +111,6 @@ def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
     (refused,) = (row for row in done.rows if row.fits is None)
     assert refused.mesh == "ddp=16" and "8,200 samples do not divide over 16 replicas" in refused.why
     assert {row.micro_batch for row in done.fitting} == {1}  # of 1,025 samples
-
-
-def test_a_model_without_blocks_is_planned_without_checkpointing():
-    done = planned(model=flat, batch=8, global_batch=64)
-    assert {row.checkpointing for row in done.fitting} == {None}
-    recomputed = [row for row in done.rows if row.checkpointing == "full"]
-    assert recomputed and all("repeated blocks" in row.why for row in recomputed)
 
 
 @pytest.mark.needs_mode("fsdp")
@@ -146,7 +128,6 @@ def test_blocks_that_repeat_are_traced_once(all_modes):
         if row.fits:
             assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=0.01)
             assert row.exposed_ms == pytest.approx(whole.exposed_ms, rel=0.01)
-    assert {row["known"] for row in done.to_mapping()["rows"]} >= {"traced", "extrapolated"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +202,6 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(all_modes):
 @pytest.mark.needs_mode("pp")
 def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     layouts, notes = meshes.meshes_of(64, {})
-    assert len({(one.degrees.pp, one.degrees.ddp, one.degrees.fsdp, one.degrees.tp) for one in layouts}) == len(layouts)
     assert {one.ranks for one in layouts} == {64} and max(one.degrees.tp for one in layouts) == 8
     pipelines = [one for one in layouts if one.degrees.pp > 1]
     layouts = [one for one in layouts if one.degrees.pp == 1]
@@ -296,31 +276,6 @@ def test_the_command_refuses_in_one_line(refused, arguments, problem):
     assert problem in refused(*arguments, run=run)
 
 
-def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
-    settings = meshes.layout_settings(8, "param_dtype=bf16,wrap=[Block,Head],static_graph=true,network_gb_s=50")
-    layouts, _ = meshes.meshes_of(8, settings)
-    assert {one.cluster.network_gb_s for one in layouts} == {50}
-    for one in layouts:
-        assert (one.fsdp.param_dtype, one.fsdp.wrap) == (
-            ("bf16", ("Block", "Head")) if one.degrees.fsdp > 1 else (None, None)
-        )
-        assert one.ddp.static_graph == (one.degrees.ddp > 1 and one.degrees.fsdp == one.degrees.tp == 1)
-    assert {(one.degrees.ddp, one.degrees.fsdp, one.degrees.tp) for one in layouts} >= {
-        (8, 1, 1),
-        (1, 8, 1),
-        (2, 4, 1),
-        (1, 4, 2),
-        (1, 1, 8),
-    }
-
-
-def test_what_holds_too_much_with_any_batch_is_traced_once():
-    BUILT.clear()
-    done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
-    assert [row.fits for row in done.rows] == [False]
-    assert len(BUILT) == 2  # once to look for experts
-
-
 def test_a_batch_that_does_not_fit_is_halved():
     done = planned(batch=2**20, checkpointing="none")
     fitting = [row.micro_batch for row in done.fitting]
@@ -387,13 +342,6 @@ def test_what_outgrows_many_shards_is_not_tried_with_fewer(findings):
     assert findings.outgrown_by(fewer, 8, 4, None)
     others = (Parallel(fsdp=16), 8, 1, None), (fewer, 8, 1, "full"), (Parallel(fsdp=8, tp=2), 4, 1, None)
     assert [findings.outgrown_by(*asked) for asked in others] == [None] * 3
-
-
-def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(findings):
-    findings.hopeless[Parallel(fsdp=8, tp=2)] = 1200.0
-    reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
-    assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
-    assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None
 
 
 def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(findings):
