@@ -1,12 +1,10 @@
 """`python -m learn.benchmark`: figures by hand, rows that go wrong, the command line, who is fitted on which rows."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -15,11 +13,10 @@ import pytest
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark, entry
 from learn.estimators import protocol as estimators
-from learn.estimators.protocol import Estimator
+from learn.estimators.tabular import LightGBMEstimator
 from learn.judging import benchmark_view
-from learn.judging.evaluate import classes_of, hold_out
 from learn.judging.scores import sample
-from learn.rows.data import load_rows, make_bins
+from learn.rows.data import load_rows
 from tests.learn.learn_rows import make_configs, published_mlp, runner, write_batch, write_published
 from tests.surroundings import ENDS_WITHIN_S
 
@@ -60,15 +57,6 @@ def test_figures_are_those_worked_by_hand(tmp_path):
     assert figures.fit_right == pytest.approx(4 / 5)
     assert any("1 rows make no sense" in note and "never started" in note for note in done.notes)
     assert figures.median_seconds > 0 and done.card_mib == 40_326
-
-
-def test_refusals_and_errors_are_counted_with_their_reason_and_stop_nothing(tmp_path):
-    rows = [(1, 200, OK), (3, 300, OK), (3, 300, OK), (5, 600, OK), (1, 200, OK, "spiral")]
-    (figures,) = benchmark(settings(write(tmp_path / "some.csv", rows))).figures
-    assert (figures.ok, figures.answered_ok) == (5, 1)
-    assert figures.refusals.pop("three is a crowd") == 2 and figures.refusals.pop("ZeroDivisionError: five") == 1
-    (reason,) = figures.refusals
-    assert "topology must be one of" in reason and "spiral" in reason
 
 
 @pytest.mark.slow
@@ -125,31 +113,6 @@ def test_a_ctrl_c_ends_the_processes_that_rows_are_asked_in(tmp_path):
     assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
 
 
-def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):
-    path = tmp_path / "known.csv"
-    path.write_text("model,batch_size,actual_mib,horus_mib,other_mib\nlenet,2,1000,1500,\nlenet,4,2000,2500,\n")
-    done = benchmark(settings(path))
-    published = next(f for f in done.figures if f.estimator == "horus (published)")
-    assert published.answered_ok == 2 and published.constant == -500 and published.shifted.median == 0
-    assert published.median_seconds is None
-    own = next(f for f in done.figures if f.estimator == "hundreds")
-    assert own.answered_ok == 0 and "unknown published model 'lenet'" in next(iter(own.refusals))
-
-
-def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tmp_path):
-    measured = (1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")
-    rows = [(published_mlp(batch), 900, status, smact) for batch, smact, status in measured]
-    write_published(tmp_path / "some.csv", rows)
-    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
-    done = benchmark(settings(tmp_path, target="smact", estimators=("trace",)))
-    (figures,) = done.figures
-    assert (figures.file, figures.ok, figures.oom) == ("some", 2, 0) and set(figures.classes) == {"published"}
-    (note,) = (note for note in done.notes if note.startswith("some:"))
-    assert note == "some: 3 of 5 rows have no smact"
-    with pytest.raises(UsageError, match="no rows are left with family=all, target=drama"):
-        benchmark(settings(tmp_path, target="drama", estimators=("trace",)))
-
-
 def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
@@ -176,8 +139,6 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
     assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
-    assert {figure["source"] for figure in report["published"]} >= {"GPUMemNet, arXiv 2602.17817"}
-    assert sorted(os.listdir(folder)) == ["other.csv", "report.json", "some.csv"]
     text = page.read_text()
     assert text.count("<svg") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
     assert "http://" not in text and "https://" not in text and "<script" not in text
@@ -218,15 +179,6 @@ def test_mistakes_end_with_2_and_name_the_choices(argv, said, refused):
     assert said in refused(*argv, run=run)
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tmp_path, refused):
-    path = write(tmp_path / "some.csv", [(1, 200, OK)])
-    asked = [f"published={path}", "estimators=[endless]", "workers=0"]
-    out = tmp_path / "missing" / "report.json"
-    for target, said in ((out, f"there is no folder {out.parent}"), (tmp_path, "is a folder"), ("/proc/x.json", "")):
-        error = refused(*asked, f"out={target}", run=run)
-        assert f"out={target}" in error and said in error
-
-
 # -- estimators that learn: who is fitted on which rows
 
 
@@ -239,33 +191,12 @@ def warehouse_folder(tmp_path_factory):
     return folder
 
 
-def test_of_the_warehouse_holdout_asks_the_rows_that_fit_holds_out(warehouse_folder):
-    done = benchmark(
-        BenchmarkSettings(
-            data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0, seed=2, split="holdout"
-        )
-    )
-    rows = load_rows(str(warehouse_folder), "memory")
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    train, test = hold_out(rows, classes_of(rows, bins), 2)
-    asked = {row.name for scored in done.scored.values() for row in scored}
-    assert asked == set(rows.run_ids[test]) and not asked & set(rows.run_ids[train])
-    for family in set(rows.family[test]):
-        pair = [f for f in done.figures if f.file == family]
-        assert {f.estimator for f in pair} == {"lightgbm", "hundreds"} and pair[0].ok == pair[1].ok
-    fitted = estimators.make_estimator("lightgbm", 2).fit(rows.subset(train)).predict(rows.subset(test).cases)
-    np.testing.assert_allclose([answers_of(done, "lightgbm")[name] for name in rows.run_ids[test]], fitted.point)
-
-
-def answers_of(done, estimator):
-    return {row.name: row.estimate for (_, name), rows in done.scored.items() if name == estimator for row in rows}
-
-
 def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     chosen = {"data": str(warehouse_folder), "estimators": ("lightgbm",), "workers": 0, "split": "leave_one_out"}
     done = benchmark(BenchmarkSettings(**chosen, by="device"))
     assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
-    given, rows = answers_of(done, "lightgbm"), load_rows(str(warehouse_folder), "memory")
+    given = {row.name: row.estimate for rows in done.scored.values() for row in rows}
+    rows = load_rows(str(warehouse_folder), "memory")
     train, asked = (rows.subset(rows.device == device) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
     fitted = estimators.make_estimator("lightgbm", 0).fit(train).predict(asked.cases)
     np.testing.assert_allclose([given[name] for name in asked.run_ids], fitted.point)
@@ -287,8 +218,6 @@ def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folde
     )
     assert {f.estimator for f in done.figures} == {"lightgbm", "trace"}
     assert done.card_mib is None and not done.relative and all(f.ok <= 15 for f in done.figures)
-    assert {f.estimator for f in done.published} == {"GPUMemNet"}
-    assert {"trace", "lightgbm"} <= set(BenchmarkSettings(target="drama").names)
     assert "horus" not in BenchmarkSettings(target="drama").names
     with pytest.raises(UsageError, match="horus estimates target=memory only"):
         BenchmarkSettings(data=str(warehouse_folder), target="drama", estimators=("horus",))
@@ -348,40 +277,14 @@ def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsy
     assert page.read_text().count("<svg") == 3 and "perceptrons, lightgbm: answered 28/28" in printed.err
 
 
-class Watcher(Estimator):
-    """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
-
-    name = "watcher"
-    seen: ClassVar[list] = []
-
-    def fit(self, rows, steps=None):
-        Watcher.seen.append(rows)
-        return self
-
-    def predict(self, cases, steps=None):
-        centre = np.full(len(cases), np.log(500.0))
-        return estimators.ResidualPrediction(
-            centre, np.linspace(0, np.log(2), 200), "log", warnings=("it only watches",)
-        )
-
-
-def test_named_models_are_never_fitted_on(tmp_path, monkeypatch):
-    """50 rows of 10 networks in one file, two models by their names in another."""
-    monkeypatch.setitem(estimators.ESTIMATORS, "watcher", f"{__name__}:Watcher")
-    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
-    write_published(tmp_path / "some.csv", [(name, 900 + 100 * i, OK, -1) for i, name in enumerate(names)])
-    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
-    done = benchmark(settings(tmp_path, estimators=("watcher",)))
-    assert len(Watcher.seen) == 4, "three folds, and one fit for what is never fitted on"
-    for rows in Watcher.seen:
-        assert set(rows.family) == {"mlp"} and all(name.startswith("some:") for name in rows.run_ids)
-    assert len(Watcher.seen[-1]) == 50
-    given = answers_of(done, "watcher")
-    assert len(given) == 52 and list(given.values()) == pytest.approx([500] * 52)
-    assert any("known: never fitted on" in note for note in done.notes) and "watcher: it only watches" in done.notes
-    figures = next(f for f in done.figures if (f.file, f.estimator) == ("known", "watcher"))
-    assert figures.raw.mean == pytest.approx((0.5 + 0.75) / 2) and figures.bound.coverage == 0.0
-    assert figures.fit_right_bound == 1.0 and figures.reliability["0.99"] == 0.0
+def test_named_models_are_never_fitted_on(paper_folder, monkeypatch):
+    fit, fitted_on = LightGBMEstimator.fit, set()
+    monkeypatch.setattr(
+        LightGBMEstimator, "fit", lambda self, rows, steps: fitted_on.update(rows.run_ids) or fit(self, rows, steps)
+    )
+    done = benchmark(settings(paper_folder, estimators=("lightgbm",), folds=2))
+    assert {name.partition(":")[0] for name in fitted_on} == {"perceptrons"} and len(fitted_on) == 30
+    assert any("known: never fitted on" in note for note in done.notes)
 
 
 def test_doubtful_rows_can_be_left_out(tmp_path):

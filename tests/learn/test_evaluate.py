@@ -8,9 +8,8 @@ import pytest
 from conf.errors import UsageError
 from learn import FitSettings, fit
 from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
-from learn.estimators.tabular import group_folds
 from learn.job.training_job import of_configs
-from learn.judging.evaluate import classes_of, metrics_of, parts_of
+from learn.judging.evaluate import metrics_of, parts_of
 from learn.judging.report import metric_rows
 from learn.judging.scores import Asked, Given, Scored, bound_scores, described, exceeds, figures_of, labels_are_its_own
 from learn.rows.data import get_target, make_bins, memory_bins
@@ -39,8 +38,6 @@ def test_every_row_is_outside_once_and_no_group_is_on_both_sides(how, by):
             assert set(own[part.outside]) == {part.name} and part.name not in set(own[part.inside])
     if how == "holdout":
         assert len(parts) == 1 and 12 <= len(parts[0].outside) <= 24
-    if how == "cv":
-        assert len(parts) == 3 and all(len(p.inside) + len(p.outside) == len(rows) for p in parts)
 
 
 def test_near_copies_of_what_is_left_out_are_not_fitted_on_either():
@@ -70,14 +67,6 @@ def test_too_few_groups_are_told():
     one = rows.subset(rows.family == "cnn")
     with pytest.raises(UsageError, match="by=family: all rows are of family cnn"):
         parts_of(one, np.zeros(len(one), dtype=int), how="leave_one_out", by="family")
-
-
-def test_out_of_memory_rows_are_in_the_bin_that_ends_at_the_devices_memory():
-    configs = make_configs(3)
-    rows = make_rows("memory", configs, [500, 9000, 40_326], censored=[False, False, True])
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    assert bins.labels[-1] == "32+ GB"
-    assert classes_of(rows, bins).tolist() == [0, 1, 4]
 
 
 def test_utilization_is_classed_by_each_rows_own_family():
@@ -132,15 +121,6 @@ def test_metrics_of_a_known_case():
     assert (found["n"], found["n_censored"], found["n_relative"]) == (5, 1, 4)
 
 
-def test_folds_keep_groups_whole_and_are_about_equal():
-    groups = np.array([f"g{i % 17}" for i in range(100)], dtype=object)
-    fold = group_folds(groups, 5, seed=1)
-    assert all(len(set(fold[groups == name])) == 1 for name in set(groups))
-    assert set(fold) == set(range(5)) and np.bincount(fold).max() <= 30
-    with pytest.raises(UsageError, match="near-copies of one configuration"):
-        group_folds(np.array(["same"] * 9), 5, seed=1)
-
-
 # -- labels that the estimator itself simulated
 
 
@@ -161,13 +141,6 @@ def traced(tmp_path_factory):
     }
     write_batch(data, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
     return data
-
-
-def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
-    label, censored = np.array([10.0, 20.0, 40.0, 40.0]), np.array([False, False, True, True])
-    found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0]), censored, "log")
-    assert (found.n, found.coverage, found.above) == (4, 0.75, 0.25)
-    assert found.excess == pytest.approx(0.175)
 
 
 def test_a_label_exceeds_a_bound_by_more_than_rounding_only():

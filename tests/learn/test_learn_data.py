@@ -23,7 +23,6 @@ def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     np.testing.assert_array_equal(rows.label[:40], labels_of(configs)["peak_memory_mib"][:40])
     assert set(rows.label[40:]) == {40_326.0} and rows.ceiling_mib == 40_326.0
     assert dict(rows.counts) == {"ok": 40, "oom": 6, "crashed": 2, "timeout": 1, "invalid": 1}
-    assert len(rows.exact) == 40
     assert not load_rows(data, "drama").censored.any(), "out-of-memory says nothing of utilization"
     write_batch(data, configs[:5], statuses=["oom"] * 5, job="host", oom_kind="host")
     write_batch(data, configs[:3], statuses=["oom"] * 3, job="share", memory_fraction=0.25)
@@ -41,22 +40,14 @@ def mixed(tmp_path_factory):
     return data
 
 
-def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(mixed):
+def test_mixed_sources_are_refused_with_counts_and_mixed_where_a_list_names_them(mixed):
     with pytest.raises(UsageError, match=r"several sources \(simulated: 45, measured: 35\).*source=simulated"):
         load_rows(mixed, "memory")
     assert len(load_rows(mixed, "memory", source="measured")) == 35
+    rows = load_rows(mixed, "memory", source=["simulated", "measured"])
+    assert rows.count("source") == {"simulated": 45, "measured": 35}
     with pytest.raises(UsageError, match="no usable rows with source=imported; there are simulated: 45"):
         load_rows(mixed, "memory", source="imported")
-
-
-def test_sources_are_mixed_only_where_a_list_names_them(data):
-    configs = make_configs(50)
-    write_batch(data, configs[:40], statuses=["ok"] * 40, source="imported")
-    write_batch(data, configs[40:], statuses=["ok"] * 10, source="measured", job="real", device="NVIDIA H100 80GB HBM3")
-    rows = load_rows(data, "memory", source=["imported", "measured"])
-    assert rows.count("source") == {"imported": 40, "measured": 10}
-    assert {case.training_loop for case in rows.cases} == {False, True}, "by which estimators tell them apart"
-    assert len(load_rows(data, "memory", source=["imported", "simulated"])) == 40
 
 
 def test_family_is_chosen_and_an_absent_one_is_named(data):
@@ -65,14 +56,6 @@ def test_family_is_chosen_and_an_absent_one_is_named(data):
     assert len(load_rows(data, "memory", family="all")) == 40
     with pytest.raises(UsageError, match="family=gpt; there are mlp: 30, cnn: 10"):
         load_rows(data, "memory", family="gpt")
-
-
-def test_too_few_rows_are_refused_with_counts_by_status(data):
-    write_batch(data, make_configs(20), statuses=["ok"] * 12 + ["crashed"] * 8)
-    with pytest.raises(UsageError, match=r"at least 30 usable rows, and there are 12; .*ok: 12, crashed: 8; run more"):
-        load_rows(data, "memory")
-    with pytest.raises(UsageError, match="ok without power_w: 12"):
-        load_rows(data, "power")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +121,6 @@ def test_described_devices_are_learnt_from_together(data):
     write_batch(data, configs[16:31], statuses=["ok"] * 15, job="h", device="NVIDIA H200-SXM-141GB")
     rows = load_rows(data, "memory")
     assert rows.count("device") == {"A100-SXM4-40GB": 16, "NVIDIA H200-SXM-141GB": 15}
-    assert [case.device for case in rows.cases] == rows.device.tolist()
-    assert len({case.spec.name for case in rows.cases}) == 2
     write_batch(data, configs[31:], statuses=["ok"] * 30, job="odd", device="NVIDIA XYZ-9")
     with pytest.raises(
         UsageError, match=r"several device names \(.*NVIDIA XYZ-9: 30.*which are not mixed.*device_name="
@@ -162,8 +143,6 @@ def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
     assert {doubt[run] for run in doubt if run.startswith("unsaid")} == {"in doubt"}
     assert {doubt[run] for run in doubt if run.startswith(("job", "other"))} == {""}
     assert len(rows) == 35 and len(rows.trusted) == 29 and (rows.trusted.doubt == "").all()
-    assert rows.trusted.run_ids.tolist() == [run for run in rows.run_ids if not doubt[run]]
-    assert rows.subset(rows.doubt != "").fingerprint() != rows.fingerprint() != rows.trusted.fingerprint()
 
 
 BATCHES = (4, 8, 16, 32)
@@ -179,12 +158,6 @@ def steps():
 def traced_mib(steps):
     rows = make_rows("memory", [replace(CNN, batch_size=batch) for batch in BATCHES], [1.0] * len(BATCHES))
     return [steps.record(case).values["job_memory_mib"] for case in rows.cases]
-
-
-def doubts_of(steps, label, *, censored=None, target="memory"):
-    configs = [replace(CNN, batch_size=batch) for batch in BATCHES]
-    rows = make_rows(target, configs, label, censored=censored)
-    return with_suspects(rows, steps).doubt.tolist()
 
 
 GIB = MIB_PER_GIB
@@ -215,7 +188,8 @@ LABELS = {  # what is measured of each batch by what is traced, and which of the
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_nothing_explains_are_doubted(steps, traced_mib, name):
     label_of, doubted = LABELS[name]
-    assert [bool(doubt) for doubt in doubts_of(steps, label_of(traced_mib))] == doubted
+    rows = make_rows("memory", [replace(CNN, batch_size=batch) for batch in BATCHES], label_of(traced_mib))
+    assert [bool(doubt) for doubt in with_suspects(rows, steps).doubt] == doubted
 
 
 def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone(steps):

@@ -34,11 +34,6 @@ def night(data, n, target="memory", estimator="lightgbm", **changes):
     return refit(data, target, estimator, cycle=f"2026-11-{20 + n}", now=NIGHT + timedelta(days=n), **changes)
 
 
-def outdate(path):
-    """As if other code had fitted it."""
-    restamp(path, feature_version="0ld")
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     data = tmp_path_factory.mktemp("base")
@@ -67,9 +62,7 @@ def test_the_first_model_is_kept_and_more_rows_or_the_same_promote_the_next(grow
     data, (first, second, third) = grown
     assert first.decision == "first" and first.current is None
     assert first.figures["current"] is None and first.held_out == first.figures["candidate"]["rows"] > 10
-    assert "there was no model; this one is fitted on" in first.why
-    written = versions(data, "memory")[0]
-    assert written.version == first.candidate and written.meta["cycle"] == "2026-11-20"
+    assert versions(data, "memory")[0].version == first.candidate
     assert second.decision == "promoted" and second.current == first.candidate
     before, now = second.figures["current"], second.figures["candidate"]
     assert now["mean_abs_error"] < before["mean_abs_error"] and now["rows"] == before["rows"] == second.held_out
@@ -84,21 +77,6 @@ def test_a_cycle_that_was_killed_after_writing_neither_writes_again_nor_judges_i
     before = [artifact.version for artifact in versions(data, "memory")]
     assert night(data, 2) == third and night(data, 1) == second and night(data, 0) == first
     assert [artifact.version for artifact in versions(data, "memory")] == before
-
-
-@pytest.mark.slow
-def test_a_candidate_of_corrupted_labels_is_left_out(data):
-    write_batch(data, POOL[:190], job="n0", statuses=["ok"] * 190)
-    first = night(data, 0, "smact")
-    new = OTHERS[155:255]
-    shuffled = np.random.default_rng(7).permutation(labels_of(new)["smact"])  # says nothing of its configuration
-    write_batch(data, new, job="bad", statuses=["ok"] * len(new), labels={"smact": shuffled})
-    second = night(data, 1, "smact")
-    assert second.decision == "kept" and second.candidate is None and second.current == first.candidate
-    assert second.figures["candidate"]["mean_abs_error"] > second.figures["current"]["mean_abs_error"]
-    assert second.figures["candidate"]["median_abs_error"] > 0
-    assert find_latest(data, "smact", estimator="lightgbm").version == first.candidate
-    assert night(data, 1, "smact") == second, "the same rows and seed, the same decision"
 
 
 def test_too_few_rows_that_the_current_model_has_not_seen(fitted):
@@ -123,7 +101,7 @@ def test_what_a_fit_saw_judges_nothing_and_neither_do_near_copies_of_it(fitted):
 
 def test_a_model_of_other_features_is_replaced_as_it_cannot_answer(fitted):
     data, old = fitted
-    outdate(old)
+    restamp(old, feature_version="0ld")  # as if other code had fitted it
     later = old.rename(old.with_name(f"20991231{old.name[8:]}"))  # the clock has gone back since
     found = night(data, 1, "smact")
     assert found.decision == "promoted" and found.current == later.name
@@ -153,19 +131,6 @@ def test_nothing_to_fit_on_is_skipped_with_the_reason(data):
 def test_users_mistakes_are_said_before_anything_is_read(data, target, estimator, message):
     with pytest.raises(UsageError, match=message):
         night(data, 0, target, estimator)
-
-
-@pytest.mark.slow
-def test_devices_and_sources_have_models_of_their_own(data):
-    write_batch(data, POOL[:60], job="a", statuses=["ok"] * 60)
-    write_batch(data, POOL[:60], job="h", statuses=["ok"] * 60, device="H100-SXM5-80GB")
-    a100, h100 = (night(data, 0, "smact", device_name=name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB"))
-    assert a100.decision == h100.decision == "first" and a100.candidate != h100.candidate
-    assert night(data, 0, "smact", device_name="A100-SXM4-40GB") == a100
-    assert night(data, 1, "smact").current in (a100.candidate, h100.candidate), "of both, if none is asked for"
-    write_batch(data, POOL[:40], job="m", statuses=["ok"] * 40, source="measured")
-    assert "choose one, as in source=" in night(data, 2, "smact").why
-    assert night(data, 2, "smact", source="measured").decision == "first"
 
 
 def test_the_share_held_out_is_a_fifth_and_never_changes():
@@ -231,20 +196,6 @@ def test_copies_of_rows_that_no_longer_count_are_still_seen(fitted):
     assert night(data, 1, "smact", source="simulated").held_out == 20
 
 
-def test_rows_of_a_snapshot_are_fitted_on_whatever_came_later(fitted):
-    from warehouse.files.folder import DataFolder
-    from warehouse.files.snapshots import take_snapshot
-
-    data, old = fitted
-    take_snapshot(DataFolder.resolve(data), "2026-11-21")
-    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
-    assert night(data, 1, "smact", snapshot="2026-11-21").held_out == 0
-    outdate(old)
-    assert night(data, 1, "smact", snapshot="2026-11-21").decision == "promoted"
-    meta = find_latest(data, "smact").meta
-    assert meta["snapshot"] == "2026-11-21" and meta["rows"]["train"] + meta["rows"]["test"] == 90
-
-
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
     from learn.estimators import tabular
 
@@ -261,20 +212,6 @@ def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitt
     monkeypatch.setattr(tabular.TabularEstimator, "predict", forgetful)
     found = night(data, 1, "smact")
     assert found.decision == "kept" and "has no answer for" in found.why and "too large" in found.why
-
-
-def test_out_of_memory_rows_count_for_bound_and_bin_but_have_no_error():
-    censored = np.arange(60) < 20
-    label = np.where(censored, 40_960.0, ROWS.label)
-    rows = make_rows("memory", CONFIGS, label, censored=censored)
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    far = np.where(censored, np.log(10_000.0), np.log(label))
-    blind = ResidualPrediction(far, np.array([0.01]), "log")
-    knowing = ResidualPrediction(np.log(label), np.array([0.01]), "log")
-    found = compare(rows, bins, knowing, blind)
-    assert found.worse and found.candidate["above_bound"] == pytest.approx(1 / 3)
-    assert found.candidate["mean_abs_error"] == found.current["mean_abs_error"] == pytest.approx(0, abs=1e-9)
-    assert found.current["accuracy"] == 1.0 and found.candidate["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_near_copies_count_as_one_witness():
