@@ -32,6 +32,11 @@ def data(tmp_path):
 
 
 @pytest.fixture
+def no_models_of_ones_own(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
+
+
+@pytest.fixture
 def shown(capsys):
     """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
 

@@ -21,13 +21,12 @@ from learn.fitting.artifacts import (
     newest,
     versions,
 )
-from learn.fitting.config_models import DEVICES
 from learn.job.training_job import of_configs
 from learn.judging.report import model_card
 from learn.rows.data import TARGETS as KNOWN_TARGETS
 from tests.learn.learn_rows import make_configs, restamp, write_batch
 
-pytestmark = pytest.mark.shares_traces
+pytestmark = [pytest.mark.shares_traces, pytest.mark.usefixtures("no_models_of_ones_own")]
 
 CONFIGS = make_configs(80)
 
@@ -174,7 +173,6 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
 # -- the models that come with the project
 
 
-A100 = "A100-SXM4-40GB"
 FILES = sorted(path for path in DEFAULT_MODELS.rglob("*") if path.is_file())
 CARD = (DEFAULT_MODELS / "MODEL_CARD.md").read_text()
 NETWORKS = (
@@ -191,11 +189,6 @@ NETWORKS = (
         classes=500,
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def no_models_of_ones_own(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
 
 
 def test_there_is_a_model_for_each_target_that_was_measured_those_of_method_fast_and_nothing_else():
@@ -223,20 +216,3 @@ def test_the_card_has_each_targets_rows_and_held_out_figures():
     metas = {target: default_artifact(target).meta for target in TARGETS}
     assert model_card(metas, CARD) == CARD
     assert len(metas) == 3 and all(f"| {target} | cnn " in CARD for target in metas)
-
-
-@pytest.mark.parametrize("config", NETWORKS, ids=lambda config: config.family)
-def test_a_gpu_never_measured_has_a_warning_the_traces_figure_and_a_bound_by_causes(config):
-    here = estimate(config, machine="described")
-    assert here.answered_by["memory"] == "hybrid (default)"
-    assert not any("nothing was measured on" in text for text in here.warnings)
-    for device in DEVICES:
-        if device == A100:
-            continue
-        there = estimate(config, device=device, machine="described")
-        assert there.answered_by["memory"] == "hybrid (default)"
-        (said,) = [text for text in there.warnings if f"nothing was measured on {device}, only on" in text]
-        assert "memory" in said.partition(":")[0]
-        assert there.peak_memory_mib == pytest.approx(there.card_mib, rel=0.03)  # of a plain loop
-        above_mib = there.upper_mib - there.peak_memory_mib
-        assert 0 < above_mib <= sum(there.uncertain.values()) + 1e-6 and "context and libraries" in there.uncertain

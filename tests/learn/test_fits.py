@@ -127,9 +127,7 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, show
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
     monkeypatch.setattr("learn.estimation.estimating.device_names", lambda: ("K80", "T4"))
     job = [f"model={MODULE}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
-    rows = {row["device"]: row for row in answer(*job)["devices"]}
-    assert rows["K80"]["fits"] is rows["K80"]["estimate"] is None and rows["K80"]["problem"] == without.problem
-    assert rows["T4"]["problem"] is None and rows["T4"]["fits"]
+    assert [row["problem"] for row in answer(*job)["devices"]] == [without.problem, None]
     assert f"note: K80: {without.problem}" in shown(*job)
 
 
@@ -140,8 +138,7 @@ def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
         assert estimate(net, [batch, 256], **options).fits_device is fits
     names = ["A100-SXM4-40GB", "H200-SXM-141GB"]
     answers = devices_that_fit(net, [found.batch + 1, 256], devices=names, **options)
-    assert [one.fits for one in answers] == [False, True]
-    assert all(one.fits == (one.room_mib >= 0) for one in answers)
+    assert [(one.fits, one.room_mib >= 0) for one in answers] == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize(
@@ -217,11 +214,6 @@ def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
     assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
 
 
-def test_a_target_is_scaled_with_the_inputs():
-    largest = largest_batch(net, [2048, 256], target=[2048], device=card(700), estimator="trace")
-    assert largest.batch == largest_batch(net, [2048, 256], device=card(700), estimator="trace").batch
-
-
 # -- batches of several shapes
 
 
@@ -233,20 +225,6 @@ def tokens():
 
 def ask(*inputs, **options):
     return estimate(tokens, *inputs, input_dtype="int64", **{"estimator": "trace", **options})
-
-
-def of_memory(done):
-    return done.peak_memory_mib, done.allocated_mib, done.reserved_mib, dict(done.breakdown)
-
-
-def test_the_answer_names_the_longest_the_reserved_memory_and_the_fragmentation():
-    done = ask(batches=[[8, 64], [8, 512], [8, 256]])
-    [note] = [text for text in done.warnings if "shapes" in text]
-    assert "3 steps on batches of 3 shapes" in note and "[8, 512]" in note
-    for mib in (done.allocated_mib, done.reserved_mib, done.breakdown["fragmentation"]):
-        assert f"{mib:,.1f} MiB" in note
-    assert done.reserved_mib >= done.allocated_mib == pytest.approx(ask([8, 512]).allocated_mib, abs=1)
-    assert sum(done.breakdown.values()) == pytest.approx(done.trace_memory_mib)
 
 
 def test_shares_become_steps_each_length_at_least_once_and_always_in_the_same_order():
@@ -271,19 +249,6 @@ def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():
     by_default = ask(batches=batches, estimator=None)
     assert by_default.answered_by["memory"] == "trace"
     assert any("batches of several shapes: the trace answers" in text for text in by_default.warnings)
-
-
-@pytest.mark.parametrize("batches", [[[16, 64], [16, 192]], [[16, 192], [16, 64]]], ids=["longest last", "first"])
-def test_a_mix_takes_no_less_than_its_longest_batch_alone(batches):
-    mixed, longest = ask(batches=batches), ask([16, 192])
-    assert mixed.peak_memory_mib >= longest.peak_memory_mib and mixed.upper_mib >= longest.upper_mib
-    assert (mixed.step_time_ms, mixed.smact) == (longest.step_time_ms, longest.smact)
-    [note] = [text for text in mixed.warnings if "steps on batches of 2 shapes" in text]
-    if batches[0] == [16, 64]:  # there the mix itself reserves less
-        assert of_memory(mixed) == of_memory(longest)
-        assert "memory is of the longest batch alone, [16, 192]" in note and f"{longest.reserved_mib:,.1f} MiB" in note
-    [one] = devices_that_fit(tokens, batches=batches, devices=["A100"], input_dtype="int64", estimator="trace")
-    assert one.estimate.peak_memory_mib == mixed.peak_memory_mib
 
 
 def test_the_largest_batch_of_a_mix_is_exact_and_devices_are_answered_as_alone():

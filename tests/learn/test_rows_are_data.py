@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from learn import estimate
 from learn.commands import estimate as estimate_module
 from learn.job.training_job import Case
 from learn.rows.data import load_rows
-from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -181,20 +179,6 @@ def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_
     assert type(zoo.build(config_of_user(linear.to_mapping()))).__name__ == "Linear"
 
 
-def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, data):
-    looped = Case(config_of_user(OWN), training_loop=True)
-    StepStore(DataFolder.resolve(data).create()).prepare([Case(config_of_user(OWN)), looped], workers=0)
-    evil.unlink()
-    sys.modules.pop("rows_are_data_evil")
-    zoo._read.cache_clear()
-    found = estimate(OWN, data=str(data))
-    assert not evil.exists()
-    assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
-    assert any("comes from stored data" in text for text in found.warnings)
-    assert found.answered_by["step_time"] == "trace" and found.step_time_ms > 0
-    assert "stored-trace" in [note.code for note in found.notes]
-
-
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [
@@ -318,24 +302,9 @@ def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(data
         ("long", {"device_name": "A" * 5000}),
     ):
         run = runs_of(configs[40:41], job=job, statuses=["ok"])[0] | columns
-        writer = RunWriter(DataFolder.resolve(data))
-        try:
-            writer.write(run, pa.table({"t_ms": pa.array([], pa.float64())}))
-        except ValueError:  # refused where it is written; a file of somebody else's has it all the same
-            path = DataFolder.resolve(data).root / "runs" / f"family={run['family']}" / f"{job}.parquet"
-            anchor = pa.parquet.read_table(next(path.parent.glob("*.parquet")), partitioning=None).schema
-            row = {name: [run.get(name)] for name in anchor.names}
-            pa.parquet.write_table(pa.table(row, schema=anchor), path)
+        path = DataFolder.resolve(data).root / "runs" / f"family={run['family']}" / f"{job}.parquet"
+        schema = pa.parquet.read_table(next(path.parent.glob("*.parquet")), partitioning=None).schema
+        pa.parquet.write_table(pa.table({name: [run.get(name)] for name in schema.names}, schema=schema), path)
     rows = load_rows(data, "memory", device_name=None)
     assert len(rows) == 40 and rows.counts["absurd"] == 6
     assert any("makes no sense" in text and text.isprintable() for text in rows.left_out)
-
-
-def test_rows_of_several_gpus_are_left_out_and_named(data):
-    configs = make_configs(40)
-    write_batch(data, configs)
-    several = [replace(config, parallel="ddp=2") for config in configs[:3]]
-    write_batch(data, several, job="several", statuses=["ok"] * 3)
-    rows = load_rows(data, "memory")
-    assert len(rows) == 40 and rows.counts["unreadable"] == 3
-    assert any("job on several GPUs (ddp=2)" in remark for remark in rows.remarks)

@@ -1,13 +1,11 @@
 """Features of traced steps: computed once per case, kept in the data folder, resumed, and known by their version."""
 
 import contextlib
-import math
 import signal
 import sqlite3
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from torch import nn
 
@@ -52,33 +50,15 @@ def kept_keys(data):
 
 
 def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, steps, traced):
-    heard = []
-    wanted = [*CASES, CASES[0], *of_configs(MLPS)]
-    assert steps.prepare(wanted, workers=0, progress=lambda done, of: heard.append((done, of))) == len(CASES)
-    assert traced == list(CASES) and heard == [(done, len(CASES)) for done in range(len(CASES) + 1)]
+    assert steps.prepare([*CASES, CASES[0], *of_configs(MLPS)], workers=0) == len(CASES)
+    assert traced == list(CASES)
     assert kept_keys(data) == sorted(case.key for case in CASES)
     first = [steps.record(case) for case in CASES]
-    assert steps.prepare(CASES, workers=0) == 0, "at hand"
 
     steps = StepStore(data)
     assert steps.prepare(CASES, workers=0, progress=lambda *_: pytest.fail("nothing is to be done")) == 0
     assert [steps.record(case) for case in CASES] == first
     assert len(traced) == len(CASES)
-
-
-def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, steps):
-    steps.prepare(CASES[-2:], workers=0)
-    steps = StepStore(data)
-    steps.prepare(CASES[-2:], workers=0)
-    for case in CASES[-2:]:
-        kept, anew = steps.record(case), step_store.compute(case)
-        assert kept.error is None and kept.seconds > 0
-        assert kept.values == anew.values and all(map(math.isfinite, kept.values.values()))
-        graph, wanted = kept.operator_graph(), anew.operator_graph()
-        assert set(graph) == {"categories", "nodes", "edges", "node_columns"}
-        for name, array in wanted.items():
-            np.testing.assert_array_equal(graph[name], array)
-        assert graph["nodes"].shape == (len(graph["categories"]), len(graph["node_columns"]))
 
 
 def test_another_device_or_loop_is_another_case(data, steps, traced):
@@ -136,17 +116,13 @@ def test_what_is_damaged_is_computed_again_and_kept(data, steps, traced, harm):
 
 
 def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, steps, traced):
-    unknown = Case(timm.Config(model="no_such_net", batch_size=2))
-    undescribed = Case(MLPS[0], "GTX-9000")
-    cases = [CASES[0], unknown, undescribed]
-    assert steps.prepare(cases, workers=0) == 3
+    cases = [Case(timm.Config(model="no_such_net", batch_size=2)), Case(MLPS[0], "GTX-9000")]
+    assert steps.prepare(cases, workers=0) == 2
     steps = StepStore(data)
-    assert steps.prepare(cases, workers=0) == 0
-    assert len(traced) == 3, "not even those that failed"
-    assert steps.record(CASES[0]).error is None
-    assert "no_such_net" in steps.record(unknown).error
-    assert steps.record(undescribed).error == "no description of the device GTX-9000: see conf/device"
-    assert not steps.record(unknown).values and not steps.record(undescribed).values
+    assert steps.prepare(cases, workers=0) == 0 and len(traced) == 2
+    unknown, undescribed = (steps.record(case) for case in cases)
+    assert "no_such_net" in unknown.error and not unknown.values and not undescribed.values
+    assert undescribed.error == "no description of the device GTX-9000: see conf/device"
 
 
 def test_features_of_another_version_are_kept_in_another_file(data, steps, traced, monkeypatch):
