@@ -19,7 +19,6 @@ MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
 MAPPING = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
 RUN = {"batch_size": 64, "memory_mib": 2000}
-INSTRUMENTS = {"card": "card_mib", "process": "process_mib", "reserved": "reserved_mib", "allocated": "allocated_mib"}
 
 
 def measured(folder, config, job="a", mib=None, /, **about):
@@ -74,7 +73,7 @@ def test_a_job_that_runs_without_its_workspaces_has_the_card_as_its_bound():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_measured_run_of_the_same_job_moves_the_estimate_and_narrows_its_bound(kind):
     before = estimate(net, images(64))
-    measured_mib = getattr(before, INSTRUMENTS[kind]) + 300
+    measured_mib = getattr(before, f"{kind}_mib") + 300
     done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": measured_mib, "kind": kind}])
     assert done.peak_memory_mib == pytest.approx(before.card_mib + 300)
     assert done.upper_mib / done.peak_memory_mib == pytest.approx(1.01)

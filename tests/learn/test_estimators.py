@@ -229,22 +229,14 @@ def test_a_forest_answers_as_scikit_learn_does(tmp_path):
     assert np.array_equal(Trees.load(tmp_path, "forest").predict(asked), forest.predict(asked))
 
 
-def of_optimizers(factors):
-    """Rows of CNNs with each optimizer, which take so many times what was traced."""
-    configs, labels = [], []
-    for optimizer, factor in factors.items():
-        of_one = [replace(config, optimizer=optimizer) for config in configs_of() if config.family == "cnn"]
-        configs += of_one
-        labels.append(traced(of_one) * factor)
-    return make_rows("memory", configs, np.concatenate(labels))
-
-
 ALIKE, UNLIKE = {"adam": 1.2, "momentum": 1.2}, {"adam": 1.2, "momentum": 1.0}
 
 
 @pytest.mark.parametrize(("seen", "least", "most"), [(ALIKE, 1.15, 1.25), (UNLIKE, 1.0, 1.02)], ids=["helps", "harms"])
 def test_a_new_optimizer_has_what_held_for_left_out_ones(seen, least, most, tmp_path):
-    fit = HybridEstimator(0).fit(of_optimizers(seen), STEPS)
+    configs = [replace(one, optimizer=name) for name in seen for one in configs_of() if one.family == "cnn"]
+    labels = traced(configs) * [seen[config.optimizer] for config in configs]
+    fit = HybridEstimator(0).fit(make_rows("memory", configs, labels), STEPS)
     new = [replace(CNN, optimizer="sgd")]
     answer = fit.predict(of_configs(new), STEPS)
     assert least <= answer.point[0] / traced(new)[0] <= most

@@ -286,14 +286,13 @@ def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers
 
 
 TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
-SIZES = [2**20, 2**28]
 
 
 def all_reduces(folder, gpu, counts):
     rows = []
     for ranks in counts:
         fabric = fabric_of_axis(load_device(gpu), Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
-        for nbytes in SIZES:
+        for nbytes in (2**20, 2**28):
             us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
             rows.append([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
     names = KERNEL_TABLES["allreduce"][0].split(", ")

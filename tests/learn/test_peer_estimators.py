@@ -241,7 +241,6 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
 # -- GPUMemNet's ensembles
 
 
-NAMES = ("gpumemnet_mlp", pytest.param("gpumemnet_transformer", marks=pytest.mark.wide))
 CEILING_MIB = 8000.0
 
 
@@ -262,7 +261,7 @@ def few_members():
         yield
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=("gpumemnet_mlp", pytest.param("gpumemnet_transformer", marks=pytest.mark.wide)))
 def fitted(request, rows):
     return make_estimator(request.param, seed=1).fit(rows)
 

@@ -145,7 +145,6 @@ def test_the_command_answers_in_a_table_and_in_json_and_names_every_bad_figure(s
 
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
-MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon")
 BUSY = JobProfile("busy", memory_mib=8000, memory_bound_mib=9000, gpu_util=0.95, memory_util=0.7)
 LIGHT = JobProfile("light", memory_mib=2000, memory_bound_mib=2500, gpu_util=0.2, memory_util=0.1)
 
@@ -156,7 +155,7 @@ def groups():
     rng = np.random.default_rng(5)
     jobs = [
         (model, JobProfile(f"{model} {number}", gpu_util=float(u), memory_util=float(m), memory_mib=1000.0))
-        for model in MODELS
+        for model in ("Alpha", "Beta", "Gamma", "Delta", "Epsilon")
         for number, (u, m) in enumerate(zip(rng.uniform(0.05, 1, 2), rng.uniform(0, 0.8, 2), strict=True))
     ]
     pairs = []
