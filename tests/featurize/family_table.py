@@ -310,6 +310,12 @@ FAMILY = {
         rnn.Config(
             batch_size=3, vocabulary_size=50, sequence_length=7, embedding_size=12, hidden_size=20, depth=2, classes=5
         ),
+        functional=frozenset({"mean_pool", *rnn.GATES}),
+        plans=tuple(
+            dict(bidirectional=both, depth=depth, dropout=0.2, **changes)
+            for changes, both, depth in itertools.product(_RNNS, (False, True), (1, 3))
+            if not (both and changes["task"] == "language_model")
+        ),
         steps=tuple(dict(dropout=0.2, **changes) for changes in _RNNS),
         trains=_RNNS,
         recomputes=_RNNS,

@@ -152,14 +152,3 @@ def test_messages_on_the_way_in_and_out_are_waited_for():
     parallel = Parallel(pp=2, micro_batches=2)
     assert step_ms(parallel) == 9.0
     assert step_ms(parallel, message_ms=10.0) >= 9.0 + 2 * 10.0  # an activation there, a gradient back
-
-
-@pytest.mark.needs_mode("pp")
-def test_the_slowest_stage_sets_the_pace():
-    parallel = Parallel(pp=3, micro_batches=12)
-
-    def lasts_ms(one):
-        return 3.0 if one.stage == 1 else 1.0
-
-    whole = max(finished_ms(orders_of(parallel), lasts_ms, lambda _: 0.0))
-    assert whole == pytest.approx(12 * 6.0 + 2 * 1.0 + 2 * 1.0, abs=4.0)

@@ -104,17 +104,13 @@ def test_a_compiled_model_saves_what_a_real_compiled_step_on_the_cpu_saves():
     assert MODELLED in trace.notes
 
 
-# How blocks compiled by themselves share graphs is asked below.
-@pytest.mark.parametrize("how", ["wrapped", "in_place", pytest.param("members", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_models_that_the_caller_compiled_are_estimated_as_the_setting_does(how):
     model = Net()
     if how == "wrapped":
         model = torch.compile(model)
-    elif how == "in_place":
-        model.compile()
     else:
-        for block in model.blocks:
-            block.compile()
+        model.compile()
     assert saved_bytes(traced(model)) == pytest.approx(saved_bytes(traced_net(compile=True)), rel=0.1)
 
 

@@ -7,7 +7,6 @@ import torch
 from test_compiled import ROWS, WIDTH, Net, chain, traced, traced_net
 from torch import nn
 
-from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.recording.block_record import AUTOTUNED, GRAPHED
 from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
@@ -63,13 +62,6 @@ def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
     assert any(GRAPHS in text for text in graphed.warnings)
 
 
-def test_an_unknown_mode_is_refused_with_the_choices():
-    words = "compile is true, false or one of default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs, got"
-    for wrong in ("fast", 1, None, ["default"]):
-        with pytest.raises(UsageError, match=words):
-            Training(compile=wrong)
-
-
 # Of three blocks, forward and backward, by the scheduler of Inductor (PyTorch 2.13, on a CPU): what it fuses, and
 # products.
 INDUCTOR = {"forward": 7 + 9, "backward": 16 + 18}
@@ -85,15 +77,9 @@ def test_as_many_kernels_run_as_inductor_schedules():
 
 
 @pytest.mark.parametrize("net", [Net, chain])
-def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
-    eager, compiled = traces = traced(net()), traced(net(), compile=True)
-    assert sum(op.launches for op in compiled.operators) < sum(op.launches for op in eager.operators)
-    moved = [sum(op.bytes_read + op.bytes_written for op in t.operators if op.phase != "optimizer") for t in traces]
-    assert moved[1] < moved[0]
-    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in traces]
-    assert products[0] == products[1]
-    steps = [time_step(trace, DEVICE, Training()) for trace in traces]
-    assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
+def test_a_compiled_step_takes_less_of_the_host_and_of_the_gpu(net):
+    eager, compiled = (time_step(traced(net(), compile=on), DEVICE, Training()) for on in (False, True))
+    assert compiled.host_ms < eager.host_ms and compiled.busy_ms < eager.busy_ms
 
 
 @pytest.mark.slow

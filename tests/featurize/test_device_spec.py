@@ -1,17 +1,14 @@
 """Descriptions of GPU models, the backend choices that share their folder, what follows from AMD's architectures."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 from conf.device_names import resolve_device
 from conf.errors import UsageError
-from featurize.device.device_spec import AMD, device_from_mapping, device_names, load_device, machine
+from featurize.device.device_spec import device_from_mapping, device_names, load_device, machine
 from featurize.job.training_settings import Training
-from featurize.memory.replay import replay
-from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
+from featurize.operators.library_calls import workspace_bytes
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_nets import Computes
@@ -77,7 +74,6 @@ def test_a_mesh_of_links_is_checked(mesh):
 
 MIB = 2**20
 
-ON_AMD = [name for name in device_names() if load_device(name).architecture.vendor == AMD]
 
 A100, MI100, MI210, MI300X = map(load_device, ("A100-SXM4-80GB", "MI100", "MI210", "MI300X"))
 
@@ -100,21 +96,12 @@ def attention_on(device, precision="fp16", **shape):
     return traced(lambda: attention(**shape), (2, 128, 16), device, precision)
 
 
-def fused(trace):
-    return {op.name.removeprefix("aten::_scaled_dot_product_") for op in trace.operators if "scaled_dot" in op.name}
-
-
 def products(width=2048):
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 def busy_ms(model, shape, device, precision="fp32"):
     return time_step(traced(model, shape, device, precision), device, Training(precision=precision)).busy_ms
-
-
-def test_amd_gpus_have_an_architecture_and_no_compute_capability():
-    assert ON_AMD == ["MI100", "MI210", "MI250-GCD", "MI250X-GCD", "MI300X", "MI325X"]
-    assert {load_device(name).compute_capability for name in ON_AMD} == {None}
 
 
 @pytest.mark.parametrize(
@@ -144,26 +131,23 @@ def test_a_drivers_name_of_a_die_is_that_of_the_die(given, name):
     assert resolve_device(given, device_names()) == name
 
 
-def test_fused_attention_is_aotritons_where_it_has_kernels():
-    assert fused(attention_on(A100)) == fused(attention_on(MI300X)) == fused(attention_on(MI210))
-    assert "flash_attention" in fused(attention_on(MI300X))
-    assert fused(attention_on(MI100)) == set()
-    assert "efficient_attention" in fused(attention_on(A100, width=320))
-    assert "flash_attention" in fused(attention_on(MI300X, width=320))
-    assert fused(attention_on(MI300X, width=640)) == set()
-    assert "efficient_attention" in fused(attention_on(MI300X, "fp32"))
-
-
-@pytest.mark.parametrize("spec, mib", [(MI100, 32), (MI210, 76), (MI300X, 76)])
-def test_products_keep_the_workspace_of_the_library_that_pytorch_prefers(spec, mib):
-    assert workspace_bytes(LibraryCall(CUBLAS), spec) == mib * MIB
-    trace = traced(products, (8, 2048), spec)
-    assert replay(trace, spec).peak_parts["workspace"] == 2 * mib * MIB
-
-
-def test_fp32_products_run_on_the_matrix_units():
-    vectors_only = dataclasses.replace(MI210, peak_tflops=dataclasses.replace(MI210.peak_tflops, fp32_matrix=None))
-    assert busy_ms(products, (4096, 2048), MI210) < 0.8 * busy_ms(products, (4096, 2048), vectors_only)
+@pytest.mark.parametrize(
+    ("device", "precision", "shape", "kernel"),
+    [
+        (A100, "fp16", {}, "flash"),
+        (MI300X, "fp16", {}, "flash"),
+        (MI210, "fp16", {}, "flash"),
+        (MI100, "fp16", {}, None),
+        (A100, "fp16", {"width": 320}, "efficient"),
+        (MI300X, "fp16", {"width": 320}, "flash"),
+        (MI300X, "fp16", {"width": 640}, None),
+        (MI300X, "fp32", {}, "efficient"),
+    ],
+)
+def test_fused_attention_is_aotritons_where_it_has_kernels(device, precision, shape, kernel):
+    names = {op.name for op in attention_on(device, precision, **shape).operators if "scaled_dot" in op.name}
+    both = {f"aten::_scaled_dot_product_{kernel}_attention{way}" for way in ("", "_backward")}
+    assert names == (both if kernel else set())
 
 
 def test_backward_passes_of_attention_take_aotritons_row_sums():
@@ -171,27 +155,6 @@ def test_backward_passes_of_attention_take_aotritons_row_sums():
         trace = attention_on(MI300X, precision)
         (call,) = {b.call for b in trace.blocks if b.call is not None and b.call.kind.endswith("_backward")}
         assert workspace_bytes(call, MI300X) == 4 * values * 2 * 4 * 128 < workspace_bytes(call, A100)
-
-
-def test_gpus_of_two_vendors_never_share_guesses():
-    alike = dataclasses.replace(A100, compute_capability=None, llvm_target="gfx908", name="odd")
-    assert guesses_of(alike) != guesses_of(A100)
-
-
-def test_tf32_speeds_up_products_of_an_mi300x_and_no_convolution():
-    without = dataclasses.replace(MI300X, peak_tflops=dataclasses.replace(MI300X.peak_tflops, tf32=None))
-    convolutions = lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Flatten(1), nn.AdaptiveAvgPool1d(10))  # noqa: E731
-    for precision in ("fp32", "tf32"):
-        shape = (64, 64, 32, 32)
-        assert busy_ms(convolutions, shape, MI300X, precision) == busy_ms(convolutions, shape, without, precision)
-    assert busy_ms(products, (4096, 2048), MI300X, "tf32") < busy_ms(products, (4096, 2048), without, "tf32")
-    assert busy_ms(products, (4096, 2048), MI300X) == busy_ms(products, (4096, 2048), without)
-
-
-def test_tf32_changes_nothing_on_a_gpu_without_it():
-    odd = lambda: nn.Linear(1001, 1001)  # noqa: E731 -- as many columns as TF32 would slow down
-    for device in (MI100, MI210, load_device("V100-SXM2-16GB")):
-        assert busy_ms(odd, (4096, 1001), device, "tf32") == busy_ms(odd, (4096, 1001), device)
 
 
 def test_an_mi100_computes_bf16_at_half_the_rate_of_fp16():

@@ -5,14 +5,11 @@ import sys
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.configs.draws import sample
 from featurize.configs.features import group_key
-from featurize.configs.space import parse_space
 from featurize.configs.trial import named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
@@ -129,18 +126,6 @@ def test_impossible_configs_are_refused_in_words(changes, message):
         config(**{"model": "a:b", **changes})
 
 
-def test_a_model_of_ones_own_is_all_that_the_space_needs(nets):
-    from importlib import resources
-
-    space = OmegaConf.to_container(OmegaConf.load(str(resources.files("conf").joinpath("arch/zoo.yaml"))).space)
-    own = {**space, "model": f"{nets}:Outer.make", "inputs": "float32[4]"}
-    found = [sample(parse_space("zoo", own), 0, index) for index in range(8)]
-    assert {(one.model, one.inputs, one.arguments) for one in found} == {(f"{nets}:Outer.make", "float32[4]", "{}")}
-    assert len({one.batch_size for one in found}) > 4
-    with pytest.raises(UsageError, match=r"all 1,000 points broke 'a:b needs inputs"):
-        sample(parse_space("zoo", {**space, "model": "a:b"}), 0, 0)
-
-
 def test_batches_hold_valid_indices_and_targets_that_suit_the_output(nets):
     one = config(f"{nets}:Pair", "float32[4] int64[5]<10 scale=float32[1]", batch_size=64, arguments={"classes": 6})
     (x, ids, scale), targets = zoo.batch(one, "cpu")
@@ -209,9 +194,6 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
     for model, how in (("transformers:GPT2Model", "transformers"), ("timm:create_model", "--no-deps timm")):
         with pytest.raises(EnvironmentProblem, match=f"pip install {how}$"):
             zoo.build(config(model))
-    zoo._kind.cache_clear()
-    assert zoo.kind(config("transformers:GPT2Model")) == "zoo/transformers.GPT2Model"
-    zoo._kind.cache_clear()
 
 
 @installed("transformers")
@@ -230,26 +212,6 @@ def test_a_mistyped_field_of_a_configuration_and_an_unknown_class_have_near_name
         zoo.build(config("transformers:GPT2LMHeadModel", "int64[8]<99", arguments={"n_layers": 2}))
     with pytest.raises(UsageError, match="transformers has no attribute 'GPT2LMHead'; near names: GPT2LMHeadModel"):
         zoo.build(config("transformers:GPT2LMHead", "int64[8]<99"))
-
-
-@installed("timm", "torchvision")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "torchvision.models:squeezenet1_1 float32[3,64,64]",
-        "torchvision.models.segmentation:lraspp_mobilenet_v3_large float32[3,64,64] {weights_backbone: null}",
-        "timm:create_model float32[3,64,64] {model_name: mobilenetv3_small_050, num_classes: 7}",
-    ],
-)
-def test_image_models_have_plans_and_train(text):
-    one = entry(text)
-    with torch.device("meta"):
-        module = zoo.build(one)
-    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in module.parameters())
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(*zoo.batch(one, "meta")[0])
-    assert 2 * totals(zoo.layers(one)).flops == counter.get_total_flops()
-    assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
 
 
 @installed("timm", "torchvision", "transformers")

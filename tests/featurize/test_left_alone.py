@@ -68,6 +68,7 @@ TRACES = {
     "autocast": lambda: trace(linear, precision="bf16"),
     "recurrent": lambda: trace(recurrent, (3, 2, 4)),
     "failing": lambda: trace(failing),
+    "unbuilt": lambda: trace(lambda: {}["width"]),
     "reading": lambda: trace(lambda: linear_then(lambda y: y * y.sum().item(), 4, 4)),
     "stage 3": lambda: trace(linear, ddp=2, zero=3),
     "replicas": lambda: trace(linear, ddp=2),
@@ -77,7 +78,7 @@ TRACES = {
     "no sequence": lambda: trace(linear, cp=2),
 }
 
-FAIL = ("failing", "reading", "failing shards", "no sequence")
+FAIL = ("failing", "unbuilt", "reading", "failing shards", "no sequence")
 
 
 def state():

@@ -11,7 +11,6 @@ from torch import nn
 from featurize.job.layout import Parallel
 from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
-from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
@@ -132,17 +131,6 @@ def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bi
     assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)
 
 
-def test_keys_that_several_queries_share_have_their_gradients_expanded():
-    def call_of(groups):
-        batch, heads, length, width = 2, 4, 128, 32
-        q = torch.empty(batch, heads, length, width, dtype=torch.bfloat16, device="meta")
-        k = torch.empty(batch, heads // groups, length, width, dtype=torch.bfloat16, device="meta")
-        (call,) = LIBRARY_CALLS["aten::_scaled_dot_product_flash_attention_backward"]((q, q, k, k), (q, k, k))
-        return call.nbytes
-
-    assert call_of(2) - call_of(1) == 2 * 2 * 4 * 128 * 32 * 2
-
-
 def test_grouped_products_are_counted_and_padded_as_on_cuda():
     def experts(net, x, ends):
         return {"loss": F.grouped_mm(x, net.weight, offs=ends).sum()}
@@ -183,9 +171,6 @@ def test_a_transformers_decoder_is_cut_between_its_layers(options, checkpointing
     held = sum(group.trace.parameter_bytes for group in part.groups)
     norms = sum(one.nbytes for name, one in llama().named_parameters() if "norm" in name)
     assert 2 * held - whole.parameter_bytes == (norms if "tp" in options else 0)  # norms are on each rank of tp
-    stages = [group.trace for group in part.groups]
-    embedding, logits = ([op for op in stage.operators if op.name == "aten::embedding"] for stage in stages)
-    assert embedding and not logits
 
 
 def mixtral():

@@ -9,7 +9,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.nets.vision import import_library
-from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize
+from featurize.operators.own_operators import Linear4Bit, quantize
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
@@ -88,16 +88,6 @@ def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_th
 
     older = kept(quantize="nf4", quantize_keeps_inputs=True)
     assert older - kept(quantize="nf4") == 4 * BATCH * WIDTH
-
-
-def test_adapters_and_the_output_layer_are_not_quantized():
-    model = adapted().to("meta")
-    quantize(model, "nf4")
-    kinds = {name: type(module) for name, module in model.named_modules() if not list(module.children())}
-    assert kinds["0.base_layer"] is Linear4Bit
-    assert kinds["0.lora_a"] is kinds["0.lora_b"] is kinds[str(LAYERS)] is nn.Linear
-    quantize(model, "int8", skip=())
-    assert type(model[LAYERS]) is Linear8Bit
 
 
 def test_a_model_without_adapters_is_frozen_where_it_is_quantized():

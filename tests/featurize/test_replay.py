@@ -12,7 +12,7 @@ from featurize.device.device_spec import load_device
 from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.cudnn_workspaces import reserved_by_scenario
-from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
+from featurize.memory.replay import MIB, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
 from featurize.trace.tracer import trace_step
@@ -86,23 +86,15 @@ def test_the_peak_is_taken_apart_by_kind_module_and_operator():
         ("V100-SXM2-32GB", 8 * 1024 + 128),
         ("H100-SXM5-80GB", 32 * 1024),
         ("H200-SXM-141GB", 32 * 1024),
+        ("MI100", 32 * 1024),
+        ("MI210", 76 * 1024),
+        ("MI300X", 76 * 1024),
     ],
 )
-def test_cublas_keeps_a_workspace_of_its_generation_from_each_thread(name, kib):
-    spec = load_device(name)
-    assert spec.architecture.blas_workspace_bytes == kib * 1024
-    memory = replay(scripted(LibraryCall(CUBLAS), 1, "backward", LibraryCall(CUBLAS), 1), spec)
+def test_the_library_of_products_keeps_a_workspace_of_its_generation_from_each_thread(name, kib):
+    memory = replay(scripted(LibraryCall(CUBLAS), 1, "backward", LibraryCall(CUBLAS), 1), load_device(name))
     assert memory.peak_parts["workspace"] == 2 * kib * 1024
     assert memory.peak_allocated == 2 * kib * 1024 + 2 * MIB
-
-
-def test_a_convolutions_workspace_is_there_while_it_runs_and_can_be_the_peak():
-    assert CONV_MIB >= 40 and CONV_MIB % 2 == 0
-    memory = replay(scripted(10, CONV, 20), A100, timeline=True)
-    assert memory.peak_parts["workspace"] == CONV_MIB * MIB and memory.peak_parts["temporary"] == 10 * MIB
-    assert [moment.allocated // MIB for moment in memory.timeline] == [10, 10 + CONV_MIB, 30]
-    # The 20 MiB lie in what the workspace has left.
-    assert memory.peak_reserved == (10 + CONV_MIB) * MIB
 
 
 def test_a_workspace_that_does_not_fit_is_done_without():
@@ -126,7 +118,6 @@ def test_more_than_the_card_has_does_not_fit_and_tells_the_whole_need():
     unlimited = replay(trace, A100)
     assert unlimited.fits and unlimited.peak_reserved == 60 * MIB
     memory = replay(trace, card(trace, 58))
-    assert not memory.fits
     assert memory == dataclasses.replace(unlimited, fits=False)
     assert replay(trace, card(trace, 60)).fits
 
@@ -193,13 +184,8 @@ def trace() -> StepTrace:
     return trace_step(network, torch.zeros(16, 3, 128, 128, device="meta"))
 
 
-@pytest.fixture(scope="module")
-def profile(trace: StepTrace) -> MemoryProfile:
-    return replay(trace, A100, timeline=True)
-
-
-def test_pytorchs_viewer_reads_the_snapshot(trace: StepTrace, profile: MemoryProfile) -> None:
-    snapshot = profile.snapshot
+def test_pytorchs_viewer_reads_the_snapshot(trace: StepTrace) -> None:
+    snapshot = replay(trace, A100, timeline=True).snapshot
     assert "total_reserved" in _memory_viz.segsum(snapshot)  # which adds the segments up itself
     assert "cudaMalloc" in _memory_viz.trace(snapshot)
     assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
@@ -207,8 +193,6 @@ def test_pytorchs_viewer_reads_the_snapshot(trace: StepTrace, profile: MemoryPro
     entries = snapshot["device_traces"][0]
     assert {entry["category"] for entry in entries if entry["action"].startswith("segment")} == {"unknown"}
     first = next(entry for entry in entries if (entry["action"], entry["category"]) == ("alloc", "activation"))
-    workspaces = [entry for entry in entries if (entry["action"], entry["category"]) == ("alloc", "workspace")]
-    assert len(workspaces) == sum(block.kind == "workspace" for block in trace.blocks)  # also those in cached memory
     frames = [(frame["filename"], frame["name"]) for frame in first["frames"]]
     assert frames == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
 
@@ -219,14 +203,6 @@ def test_the_history_replays_to_the_same_segments(trace: StepTrace, settings: Al
     again = replay_history(profile.snapshot["device_traces"][0], settings)
     assert again.first_difference() is None
     assert again.unmatched_frees == 0 and again.allocator.peak_reserved_bytes == profile.peak_reserved
-
-
-def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace) -> None:
-    profile = replay(trace, A100, timeline=True, taken_mib=A100.memory_mib - 200)
-    assert not profile.fits
-    last = profile.snapshot["device_traces"][0][-1]
-    assert last["action"] == "oom"
-    assert 0 <= last["device_free"] < last["size"]
 
 
 @pytest.mark.parametrize("after", [1, 200])

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from conf.cli.overrides import load_settings
@@ -14,9 +13,8 @@ from conf.errors import UsageError
 from farm.submission.settings import SubmitSettings
 from featurize import families
 from featurize.configs.dimensions import default_space
-from featurize.configs.draws import POLICIES as POINTS_OF
 from featurize.configs.draws import Limits, sample, sample_range
-from featurize.configs.space import parse_space, space_of_mapping
+from featurize.configs.space import parse_space
 from featurize.configs.trial import TrialConfig
 from featurize.families import layers_of
 from featurize.job.layers import Layer, rough_memory_mib
@@ -73,15 +71,6 @@ def test_the_batch_gives_the_same_configs_as_index_by_index_in_any_order(space, 
     assert list(sample_range(space, 7, 0, 1100, policy))[1000:] == batch
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_seed_space_and_index_decide_the_config(space, policy):
-    here = list(sample_range(space, 0, 0, 50, policy))
-    wider = parse_space("toy", {**SPACE, "depth": {"low": 1, "high": 13}})
-    assert here == list(sample_range(space_of_mapping(space.to_mapping()), 0, 0, 50, policy))
-    assert set(here).isdisjoint(sample_range(space, 1, 0, 50, policy))
-    assert set(here).isdisjoint(sample_range(wider, 0, 0, 50, policy))
-
-
 def test_configs_of_a_seed_stay_what_they_were():
     """Other configs for the same seed would break the resumption of jobs: then SAMPLER_VERSION has to grow."""
     space = parse_space(
@@ -101,18 +90,6 @@ def test_configs_of_a_seed_stay_what_they_were():
         "uniform": [(6, 6, 16), (1309, 1, 32), (1, 8, 8), (397, 4, 16)],
         "stratified": [(1, 4, 32), (3129, 9, 16), (12, 2, 8), (136, 5, 8)],
     }
-
-
-@pytest.mark.parametrize("key", [b"a", b"another seed"])
-@pytest.mark.parametrize(("m", "block"), [(1, 6), (3, 1), (8, 0), (8, 2**33 + 5)])
-def test_an_aligned_block_of_indices_holds_each_dyadic_interval_once(space, key, m, block):
-    indices = range(block << m, (block + 1) << m)
-    points = np.array(POINTS_OF["stratified"](space, key, indices))
-    assert points.shape == (2**m, len(space.varied))
-    for dimension, places in zip(space.varied, points.T, strict=True):
-        if dimension.name == "optimizer":  # a list: blocks of three hold each choice once
-            continue
-        assert sorted((places * 2**m).astype(int)) == list(range(2**m))
 
 
 @pytest.mark.parametrize("seed", [0, 12345])

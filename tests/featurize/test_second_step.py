@@ -6,7 +6,6 @@ A trace without a loop's variables shows how the step goes in a usual loop.
 import itertools
 import random
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,16 +44,6 @@ class Counts(Plain):
     def forward(self, x):
         self.calls += 1
         return self.more(x, self.calls)
-
-
-class CountsInObject(Plain):
-    def __init__(self):
-        super().__init__()
-        self.counter = SimpleNamespace(calls=0)
-
-    def forward(self, x):
-        self.counter.calls += 1
-        return self.more(x, self.counter.calls)
 
 
 calls_of_all = 0
@@ -100,22 +89,6 @@ class KeepsOutput(Plain):
         return y
 
 
-class CountsInBackward(Plain):
-    """A hook of the backward pass counts."""
-
-    calls = 1
-
-    def __init__(self):
-        super().__init__()
-        self.line.register_full_backward_hook(self.count)
-
-    def count(self, *_):
-        self.calls += 1
-
-    def forward(self, x):
-        return self.more(x, self.calls)
-
-
 class Draws(Plain):
     """A layer runs in some steps."""
 
@@ -131,17 +104,6 @@ class Goes(Plain):
     def forward(self, x):
         self.numbers = self.numbers or (number for number in range(1, 10))
         return self.more(x, next(self.numbers))
-
-
-class Grows(Plain):
-    """Each step finds, and leaves, one more row."""
-
-    rows = ()
-
-    def forward(self, x):
-        y = super().forward(x)
-        self.rows = torch.cat([*self.rows, y[:1].detach()]).split(1)
-        return y
 
 
 class Reads(Plain):
@@ -177,8 +139,8 @@ class CountingLoss(nn.CrossEntropyLoss):
         return sum(super(CountingLoss, self).forward(y, target) for _ in range(self.calls))
 
 
-OFTEN = (Counts, CountsInObject, CountsInGlobal, CountsOnHost, CountsInHook, KeepsOutput)
-KEEP = (*OFTEN, CountsInBackward, Draws, Goes, Grows, Reads, MakesMask)
+OFTEN = (Counts, CountsInGlobal, CountsOnHost, CountsInHook, KeepsOutput)
+KEEP = (*OFTEN, Draws, Goes, Reads, MakesMask)
 SETTINGS = ({}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"})
 CASES = [*itertools.product((Plain, *OFTEN), SETTINGS), *((model, {}) for model in KEEP[len(OFTEN) :])]
 

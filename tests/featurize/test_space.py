@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.errors import UsageError
-from featurize.configs.dimensions import Choice, Constant, Range
+from featurize.configs.dimensions import Range
 from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
@@ -23,15 +23,6 @@ def problems_of(mapping):
     with pytest.raises(UsageError) as caught:
         parse_space("mlp", mapping)
     return str(caught.value)
-
-
-def test_scalars_are_constants_lists_choices_and_mappings_ranges():
-    space = parse_space("mlp", {"batch_size": 8, "optimizer": ["adam", "sgd"], "depth": {"low": 1, "high": 9}})
-    assert space.dimensions == (
-        Constant("batch_size", 8),
-        Choice("optimizer", ("adam", "sgd")),
-        Range("depth", 1, 9, "uniform"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -164,11 +155,6 @@ def test_a_number_that_no_config_of_the_space_would_have_is_named(family, given,
 )
 def test_a_number_that_some_config_has_or_that_has_no_effect_or_is_rounded_is_accepted(family, given):
     require_within_limits(parse_space(family, own(family) | given))
-
-
-def test_an_unknown_family_lists_the_known_ones():
-    with pytest.raises(UsageError, match="unknown family 'cmm'; known: "):
-        parse_space("cmm", {})
 
 
 @pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 400)])

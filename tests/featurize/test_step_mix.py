@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from featurize.device.device_spec import load_device
-from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import replay
 from featurize.nets.vision import import_library
 from featurize.trace import tracer
@@ -24,9 +23,6 @@ class EveryStepRuns(StepSequence):
         for shape in shapes:
             self._sequence.append(self._ran(shape))
         return max(range(max(shapes) + 1), key=lambda shape: LENGTHS[shapes.index(shape)])
-
-
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 def gpt(width=64):
@@ -73,14 +69,6 @@ def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypat
     every = mix(in_order, **settings)
     assert what_happens(joined) == what_happens(every)
     assert replay(joined, A100).peak_reserved == replay(every, A100).peak_reserved
-
-
-def test_the_peak_of_a_mix_is_that_of_the_longest_alone_and_the_mix_reserves_at_least_that():
-    longest, mixed = alone(128), mix((80, 48, 128, 128))
-    assert mixed.peak_live_bytes == longest.peak_live_bytes and mixed.operators == longest.operators
-    # Without expandable segments, the allocator counts a cached block whole where it is little larger.
-    exact, wanted = (replay(trace, A100, allocator=EXPANDABLE) for trace in (mixed, longest))
-    assert exact.peak_allocated == wanted.peak_allocated and exact.peak_reserved >= wanted.peak_reserved
 
 
 def test_batches_of_one_shape_are_the_plain_trace():

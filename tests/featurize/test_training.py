@@ -28,17 +28,6 @@ def test_steps_reduce_the_loss(optimizer):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("precision", ("bf16", "fp16"))
-def test_half_precisions_are_autocast_over_fp32_weights(precision):
-    step, inputs, targets = make_step(precision=precision)
-    seen = []
-    step.model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    step(inputs, targets)
-    assert seen == [{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
-    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
-    assert {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     "precision, matmul, convolution", [("fp32", False, True), ("tf32", True, True), ("bf16", False, True)]
 )
@@ -47,18 +36,6 @@ def test_precision_sets_the_tf32_flags(precision, matmul, convolution):
     assert torch.backends.cuda.matmul.allow_tf32 is matmul
     assert torch.backends.cudnn.allow_tf32 is convolution
     make_step()
-
-
-def test_channels_last_converts_model_and_images():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    step = TrainingStep(model, Training(channels_last=True), "cpu")
-    seen = []
-    model[0].register_forward_hook(
-        lambda module, args, out: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    step((torch.randn(2, 3, 8, 8),), torch.tensor([0, 1]))
-    assert seen == [True]
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():

@@ -136,15 +136,6 @@ def test_paged_state_of_large_tensors_is_not_on_the_device():
 # -- gradients
 
 
-def test_accumulated_steps_run_every_micro_step_and_one_update():
-    one, three = traced(accumulation=1), traced(accumulation=3)
-    products = ("aten::addmm", "aten::mm")
-    assert sum(op.name in products for op in three.operators) == 3 * sum(op.name in products for op in one.operators)
-    assert len([op for op in three.operators if op.phase == "optimizer"]) == len(
-        [op for op in one.operators if op.phase == "optimizer"]
-    )
-
-
 @pytest.mark.parametrize("settings", [{}, {"zero_grad": "after_forward"}], ids=str)
 def test_accumulated_gradients_of_equal_batches_are_those_of_one(settings):
     for summed, single in zip(gradients(accumulation=4, **settings), gradients(**settings), strict=True):

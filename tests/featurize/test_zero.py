@@ -10,7 +10,6 @@ from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.deepspeed_config import read_deepspeed
 from featurize.job.layout import Parallel, parse_parallel
-from featurize.recording.step_trace import MASTER
 from featurize.timing.overlap import communication_of
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
@@ -53,13 +52,6 @@ def test_reductions_overlap_with_the_backward_pass_unless_switched_off(stage, bu
     assert waits[1].exposed_ms < waits[0].exposed_ms == pytest.approx(waits[0].busy_ms)
     assert waits[0].sent_mib == waits[1].sent_mib
     assert [bytes_of(one, "bucket") for one in (alone, overlapping)] == [2 * 300_000 * count for count in buckets]
-
-
-def test_stage_3_updates_as_many_elements_at_a_time_as_a_sub_group_has():
-    sizes = [WIDTH * WIDTH // RANKS, WIDTH // RANKS] * LAYERS  # elements of a rank's part of weights and biases
-    trace = traced(3, sub_group_size=sum(sizes[:3]))
-    groups = [sum(sizes[:3]), *(sum(sizes[at : at + 4]) for at in (3, 7, 11)), sizes[-1]]
-    assert [block.nbytes for block in trace.blocks if block.kind == MASTER] == [4 * count for count in groups]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -26,7 +26,7 @@ from featurize.cudnn.oracle import (
 )
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device.device_spec import device_names, load_device
-from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION, needs_cudnn
+from tests.featurize.asking_cudnn.cudnn_library import CHILD, VERSION
 from tests.featurize.asking_cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
 
 A100 = load_device("A100-SXM4-40GB")
@@ -79,21 +79,6 @@ def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys
             oracle.answers([signature(5)], SEARCH)
     assert child.poll() is not None
     assert oracle.answers([signature(7)], SEARCH)[signature(7)].plans[0].engine == "eng7"
-
-
-def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
-    from torch import nn
-
-    from learn import devices_that_fit
-
-    oracle, devices = oracle_of(), ["A100-SXM4-40GB", "A100-SXM4-80GB"]
-    started, real = [], module._CudnnProcess
-    monkeypatch.setattr(module, "_CudnnProcess", lambda *given: started.append(real(*given)) or started[-1])
-    monkeypatch.setattr(module, "oracle_for", lambda device: oracle)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14**2, 4))
-    fits = devices_that_fit(net, [8, 3, 16, 16], devices=devices, workspaces="auto")
-    assert all("cuDNN 9.28.0 for" in " ".join(one.estimate.warnings) for one in fits)
-    assert len(started) == 2 and all(one._process.poll() is not None for one in started)
 
 
 def test_a_library_that_ends_again_and_again_is_left_alone(oracle_of):
@@ -167,33 +152,6 @@ def test_the_libraries_of_the_wheels_are_found_and_old_ones_are_refused(monkeypa
     header.write_text(header.read_text().replace("28", "7"))
     with pytest.raises(EnvironmentProblem, match=r"cuDNN 9\.7\.1 is installed; 9\.8\.0 and later answer"):
         installed_libraries()
-
-
-@needs_cudnn
-def test_cudnn_itself_answers_for_a_gpu_that_is_not_there():
-    oracle = CudnnOracle(installed_libraries(), A100, None)
-    plain = signature(3)
-    half = signature(3, dtype="bfloat16", channels_last=True)
-    gradient = signature(3, operation="weight_gradient")
-    impossible = signature(3, response=(8, 64, 7, 7))
-    volume = plain._replace(
-        image=(2, 8, 9, 9, 9),
-        kernel=(8, 8, 3, 3, 3),
-        response=(2, 8, 9, 9, 9),
-        stride=(1,) * 3,
-        padding=(1,) * 3,
-        dilation=(1,) * 3,
-    )
-    try:
-        answers = oracle.answers([plain, half, gradient, volume, impossible], SEARCH)
-        exact = oracle.answers([plain], SearchSettings(allow_tf32=False))[plain]
-        measured = oracle.answers([plain], SearchSettings(benchmark=True))[plain]
-    finally:
-        oracle.close()
-    assert [bool(answer.plans) for answer in answers.values()] == [True, True, True, True, False]
-    assert answers[half].plans[0].workspace_bytes < answers[plain].plans[0].workspace_bytes  # nothing to transpose
-    assert exact.plans[0].engine != answers[plain].plans[0].engine
-    assert 1 < len(measured.plans) <= 10 and measured.plans[0] == answers[plain].plans[0]
 
 
 def test_the_loader_takes_the_stand_in_for_a_driver_and_each_function_says_that_there_is_no_device(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UsageError
 from featurize.cudnn.oracle import cudnn_of
 from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings
 from featurize.device.device_spec import load_device
@@ -114,11 +113,6 @@ def test_a_benchmark_takes_the_largest_workspace_that_fits():
     memory = replay(trace, A100, cudnn_benchmark=True, workspaces=workspaces)
     assert memory.fits and 2**30 < memory.peak_allocated < 2 * 2**30
     assert memory.peak_parts["workspace"] == 2**30
-
-
-def test_an_unknown_source_lists_the_known_ones():
-    with pytest.raises(UsageError, match="known: auto, cudnn, guessed"):
-        estimate(nn.Linear(4, 4), [2, 4], workspaces="roofline")
 
 
 @needs_cudnn

@@ -42,11 +42,6 @@ def traced(case, rank):
     )
 
 
-def test_every_case_is_recorded():
-    assert set(RECORDED["runs"]) == set(CASES) and RECORDED["deepspeed"] == "0.19.8"
-    assert all(len(RECORDED["runs"][name]) == case["ranks"] for name, case in CASES.items())
-
-
 @pytest.mark.parametrize("name", [*with_wide(KINDS_OF_STAGE_3, COMBINED), *map(one_of_two, OTHERS)])
 def test_bytes_and_collectives_are_those_of_real_ranks(name):
     for rank, real in enumerate(RECORDED["runs"][name]):
