@@ -145,10 +145,3 @@ def test_the_bubble_of_equal_stages_is_the_published_one(options):
     p, m, v = parallel.degrees.pp, parallel.chunks, parallel.parts
     whole = step_ms(parallel)
     assert 1 - 3.0 * m / whole == pytest.approx((p - 1) / (v * m + p - 1))
-
-
-@pytest.mark.needs_mode("pp")
-def test_messages_on_the_way_in_and_out_are_waited_for():
-    parallel = Parallel(pp=2, micro_batches=2)
-    assert step_ms(parallel) == 9.0
-    assert step_ms(parallel, message_ms=10.0) >= 9.0 + 2 * 10.0  # an activation there, a gradient back

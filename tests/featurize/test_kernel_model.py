@@ -124,17 +124,6 @@ def test_a_step_takes_as_long_on_a_gpu_model_alone_as_beside_all_others(small_cn
         assert steps == [time_step(alone, spec, Training(precision=precision)) for spec in specs]
 
 
-def activity(batch=256, spec=A100, precision="fp32", input_ms=0.0, width=2048):
-    trace = traced(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), batch, width)
-    return time_step(trace, spec, Training(precision=precision), input_ms=input_ms).activity
-
-
-def test_an_input_pipeline_and_a_slow_host_thin_every_ratio():
-    for thinned in (activity(input_ms=20.0), activity(spec=replace(A100, launch_overhead_us=300.0))):
-        for name in ("smact", "smocc", "drama", "fp32a", "gpu_util", "power_w"):
-            assert getattr(thinned, name) < getattr(activity(), name)
-
-
 def test_tensor_cores_are_busy_where_the_precision_uses_them():
     plain, tf32, half = (
         time_step(

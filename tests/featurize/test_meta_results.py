@@ -32,21 +32,24 @@ def _of_sizes(a, b, c):
 
     image, channels, logits = laid_out(a, b, c, c), [laid_out(b) for _ in range(4)], laid_out(a, b)
     target, zero = laid_out(a, dtype=torch.int64), laid_out()
-    for training in (True, False):
-        yield aten.native_batch_norm.default, (image, *channels, training, 0.1, 1e-5)
-        saved = [*channels, laid_out(b), laid_out(b)][1:6]
-        yield aten.native_batch_norm_backward.default, (image, image, *saved, training, 1e-5, [True, training, True])
-    yield aten.native_batch_norm.default, (image.to(memory_format=torch.channels_last), *channels, True, 0.1, 1e-5)
-    yield aten.native_batch_norm.default, (image.half(), *channels, True, 0.1, 1e-5)
-    yield aten.mm.default, (laid_out(a, b), laid_out(b, c))
-    yield aten.mm.default, (laid_out(b, a).t(), laid_out(c, b).t())
-    yield aten.mm.default, (laid_out(a, 2 * b)[:, :b], laid_out(b, c))
-    yield aten.addmm.default, (laid_out(c), laid_out(a, b), laid_out(c, b).t())
-    yield aten.bmm.default, (laid_out(a, b, c), laid_out(a, c, b))
-    yield aten.sum.dim_IntList, (logits, [0], True)
-    yield aten.sum.dim_IntList, (logits, [1])
-    yield aten.nll_loss_forward.default, (logits, target, None, 1, -100)
-    yield aten.nll_loss_backward.default, (zero, logits, target, None, 1, -100, zero)
+    statistics = [*channels[1:], laid_out(b), laid_out(b)]
+    return [
+        (aten.native_batch_norm.default, (image, *channels, True, 0.1, 1e-5)),
+        (aten.native_batch_norm.default, (image, *channels, False, 0.1, 1e-5)),
+        (aten.native_batch_norm_backward.default, (image, image, *statistics, True, 1e-5, [True, True, True])),
+        (aten.native_batch_norm_backward.default, (image, image, *statistics, False, 1e-5, [True, False, True])),
+        (aten.native_batch_norm.default, (image.to(memory_format=torch.channels_last), *channels, True, 0.1, 1e-5)),
+        (aten.native_batch_norm.default, (image.half(), *channels, True, 0.1, 1e-5)),
+        (aten.mm.default, (laid_out(a, b), laid_out(b, c))),
+        (aten.mm.default, (laid_out(b, a).t(), laid_out(c, b).t())),
+        (aten.mm.default, (laid_out(a, 2 * b)[:, :b], laid_out(b, c))),
+        (aten.addmm.default, (laid_out(c), laid_out(a, b), laid_out(c, b).t())),
+        (aten.bmm.default, (laid_out(a, b, c), laid_out(a, c, b))),
+        (aten.sum.dim_IntList, (logits, [0], True)),
+        (aten.sum.dim_IntList, (logits, [1])),
+        (aten.nll_loss_forward.default, (logits, target, None, 1, -100)),
+        (aten.nll_loss_backward.default, (zero, logits, target, None, 1, -100, zero)),
+    ]
 
 
 def test_results_with_sizes_of_the_arguments_are_those_of_running_the_operator(monkeypatch):

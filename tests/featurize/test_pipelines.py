@@ -109,15 +109,13 @@ def test_micro_batches_whose_numbers_make_them_differ_all_run():
 
 
 def test_each_kind_of_rank_is_traced_and_the_one_that_needs_the_most_stands_for_all():
-    alone = [traced(rank, pp=3) for rank in range(3)]
-    together = traced(pp=3)
+    alone, together = [traced(rank, pp=3) for rank in range(3)], traced(pp=3)
     groups = together.pipeline.groups
-    assert [group.ranks for group in groups] == [(0,), (1,), (2,)]
-    assert [group.trace.peak_live_bytes for group in groups] == [one.peak_live_bytes for one in alone]
+    assert [(g.ranks, g.trace.peak_live_bytes) for g in groups] == [
+        ((rank,), one.peak_live_bytes) for rank, one in enumerate(alone)
+    ]
     assert together.peak_live_bytes == max(one.peak_live_bytes for one in alone)
-    whole = traced()
-    assert sum(one.parameter_bytes for one in alone) == whole.parameter_bytes
-    assert {one.parameters for one in alone} == {whole.parameters}
+    assert sum(one.parameter_bytes for one in alone) == traced().parameter_bytes
     assert together.pipeline.starts == ("blocks.2", "blocks.4")  # Megatron's
     assert traced(pp=4).pipeline.starts == ("blocks.1", "blocks.3", "blocks.5")  # torchtitan's
     alike = traced(pp=4, stage_starts=("blocks.2", "blocks.3", "blocks.4")).pipeline.groups

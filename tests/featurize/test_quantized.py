@@ -9,7 +9,7 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.nets.vision import import_library
-from featurize.operators.own_operators import Linear4Bit, quantize
+from featurize.operators.own_operators import Linear4Bit
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
@@ -88,13 +88,6 @@ def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_th
 
     older = kept(quantize="nf4", quantize_keeps_inputs=True)
     assert older - kept(quantize="nf4") == 4 * BATCH * WIDTH
-
-
-def test_a_model_without_adapters_is_frozen_where_it_is_quantized():
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4)).to("meta")
-    quantize(model, "nf4-dq", skip=("2",))
-    assert [type(m) for m in model] == [Linear4Bit, nn.LayerNorm, nn.Linear, Linear4Bit]
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight", "3.weight"]
 
 
 @pytest.mark.parametrize(

@@ -163,17 +163,6 @@ def test_allocator_settings_are_those_of_the_process():
     assert [replay(trace, small, allocator=part).fits for part in fractions] == [True, False]
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
-def test_a_timeline_holds_every_moment_and_its_peaks(trace, benchmark):
-    memory = replay(trace, A100, timeline=True, cudnn_benchmark=benchmark)
-    assert [m.block for m in memory.timeline] == [e.block for e in trace.events]
-    assert max(m.allocated for m in memory.timeline) == memory.peak_allocated
-    assert max(m.reserved for m in memory.timeline) == memory.peak_reserved
-    at = next(m for m in memory.timeline if m.allocated == memory.peak_allocated)
-    assert (at.step, at.phase) == (memory.peak_step, memory.peak_phase)
-    assert dataclasses.replace(memory, timeline=()) == replay(trace, A100, cudnn_benchmark=benchmark)
-
-
 def network() -> nn.Module:
     convolutions = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
     return nn.Sequential(convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))

@@ -6,6 +6,7 @@ A trace without a loop's variables shows how the step goes in a usual loop.
 import itertools
 import random
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -20,113 +21,83 @@ from featurize.trace import tracer
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_configs import small_config
+from tests.featurize.small_nets import Computes
 
 TARGET = torch.zeros(4, dtype=torch.long)
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.line = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.line(self.norm(self.conv(x)).relu_().mean((2, 3)))
-
-    def more(self, x, calls):
-        """Every second step does more."""
-        y = Plain.forward(self, x)
-        return y * 2 if calls % 2 == 0 else y
+def plain(net, x):
+    return net.line(net.norm(net.conv(x)).relu_().mean((2, 3)))
 
 
-class Counts(Plain):
-    calls = 0
+def more(net, x, calls):
+    """Every second step does more."""
+    y = plain(net, x)
+    return y * 2 if calls % 2 == 0 else y
 
-    def forward(self, x):
-        self.calls += 1
-        return self.more(x, self.calls)
+
+def counts(net, x):
+    net.calls += 1
+    return more(net, x, net.calls)
 
 
 calls_of_all = 0
 
 
-class CountsInGlobal(Plain):
-    def forward(self, x):
-        global calls_of_all
-        calls_of_all += 1
-        return self.more(x, calls_of_all)
+def counts_in_global(net, x):
+    global calls_of_all
+    calls_of_all += 1
+    return more(net, x, calls_of_all)
 
 
-class CountsOnHost(Plain):
+def counts_on_host(net, x):
     """A tensor on the host counts, past autograd's own counter of changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = torch.zeros((), dtype=torch.long)
-
-    def forward(self, x):
-        self.calls.data += 1
-        return self.more(x, int(self.calls))
+    net.on_host.data += 1
+    return more(net, x, int(net.on_host))
 
 
-class CountsInHook(Plain):
-    """A hook counts in its closure."""
-
-    def __init__(self):
-        super().__init__()
-        calls = [0]
-        self.line.register_forward_pre_hook(lambda *_: calls.append(calls[-1] + 1))
-        self.line.register_forward_hook(lambda _module, _args, y: y if calls[-1] % 2 else y * 2)
+def keeps_output(net, x):
+    net.outputs.append(plain(net, x))
+    return net.outputs[-1]
 
 
-class KeepsOutput(Plain):
-    def __init__(self):
-        super().__init__()
-        self.outputs = deque(maxlen=1)
-
-    def forward(self, x):
-        y = super().forward(x)
-        self.outputs.append(y)
-        return y
-
-
-class Draws(Plain):
+def draws(net, x):
     """A layer runs in some steps."""
-
-    def forward(self, x):
-        return self.more(x, 2 if random.random() < 0.5 else 1)
+    return more(net, x, 2 if random.random() < 0.5 else 1)
 
 
-class Goes(Plain):
+def goes(net, x):
     """An iterator cannot be looked into."""
-
-    numbers = None
-
-    def forward(self, x):
-        self.numbers = self.numbers or (number for number in range(1, 10))
-        return self.more(x, next(self.numbers))
+    net.numbers = net.numbers or (number for number in range(1, 10))
+    return more(net, x, next(net.numbers))
 
 
-class Reads(Plain):
+def reads(net, x):
     """The second step's decision is known, as the buffer's value is."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("step", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        self.step += 1
-        return self.more(x, self.step.item())
+    net.step += 1
+    return more(net, x, net.step.item())
 
 
-class MakesMask(Plain):
+def makes_mask(net, x):
     """The first call makes what later ones read."""
+    if net.mask is None:
+        net.mask = torch.ones(1024, 1024, device=x.device)
+    return plain(net, x) + net.mask.sum()
 
-    mask = None
 
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = torch.ones(1024, 1024, device=x.device)
-        return super().forward(x) + self.mask.sum()
+def network(compute):
+    """A network that `compute` runs, and whatever the functions above keep in it."""
+    layers = {"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "line": nn.Linear(8, 5)}
+    kept = {"calls": 0, "on_host": torch.zeros((), dtype=torch.long), "outputs": deque(maxlen=1), "numbers": None}
+    return Computes(compute, **layers, **kept, mask=None, step=nn.Buffer(torch.zeros((), dtype=torch.long)))
+
+
+def counts_in_hook():
+    """A hook counts in its closure."""
+    net, calls = network(plain), [0]
+    net.line.register_forward_pre_hook(lambda *_: calls.append(calls[-1] + 1))
+    net.line.register_forward_hook(lambda _module, _args, y: y if calls[-1] % 2 else y * 2)
+    return net
 
 
 class CountingLoss(nn.CrossEntropyLoss):
@@ -139,10 +110,10 @@ class CountingLoss(nn.CrossEntropyLoss):
         return sum(super(CountingLoss, self).forward(y, target) for _ in range(self.calls))
 
 
-OFTEN = (Counts, CountsInGlobal, CountsOnHost, CountsInHook, KeepsOutput)
-KEEP = (*OFTEN, Draws, Goes, Reads, MakesMask)
+OFTEN = (counts, counts_in_global, counts_on_host, counts_in_hook, keeps_output)
+KEEP = (*OFTEN, draws, goes, reads, makes_mask)
 SETTINGS = ({}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"})
-CASES = [*itertools.product((Plain, *OFTEN), SETTINGS), *((model, {}) for model in KEEP[len(OFTEN) :])]
+CASES = [*itertools.product((plain, *OFTEN), SETTINGS), *((model, {}) for model in KEEP[len(OFTEN) :])]
 
 
 def traced(model, training_loop, target=TARGET, loss=None, **settings):
@@ -151,7 +122,8 @@ def traced(model, training_loop, target=TARGET, loss=None, **settings):
     torch.manual_seed(0)
     random.seed(1)  # which draws a number above one half, and then one below
     batch = torch.empty(4, 3, 8, 8, device="meta")
-    return trace_step(model, batch, target, loss and loss(), settings=Training(**settings), training_loop=training_loop)
+    build = model if model is counts_in_hook else partial(network, model)
+    return trace_step(build, batch, target, loss and loss(), settings=Training(**settings), training_loop=training_loop)
 
 
 def in_order(trace):
@@ -166,7 +138,7 @@ def in_order(trace):
 
 @pytest.mark.spread(8)
 @pytest.mark.parametrize("training_loop", [True, False])
-@pytest.mark.parametrize(("model", "settings"), [*CASES, (Plain, {"loss": CountingLoss})])
+@pytest.mark.parametrize(("model", "settings"), [*CASES, (plain, {"loss": CountingLoss})])
 def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_loop, settings):
     quick = traced(model, training_loop, **settings)
     monkeypatch.setattr(tracer.SecondStep, "goes_alike", lambda _: False)
@@ -176,13 +148,13 @@ def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_lo
 
 
 @pytest.mark.spread(4)
-@pytest.mark.parametrize("model", [one for one in (Plain, *KEEP) if one is not CountsInGlobal])
+@pytest.mark.parametrize("model", [one for one in (plain, *KEEP) if one is not counts_in_global])
 def test_that_no_target_is_given_changes_nothing(model):
     """A first call of the model, which shows its output, is none of the job's."""
     assert in_order(traced(model, True)) == in_order(traced(model, True, target=None))
 
 
-@pytest.mark.parametrize("model, passes", [(Plain, 1), *((model, 2) for model in KEEP)])
+@pytest.mark.parametrize("model, passes", [(plain, 1), *((model, 2) for model in KEEP)])
 def test_only_a_model_that_keeps_something_runs_its_second_step(model, passes):
     ran = []
     hook = module_hooks.register_module_forward_pre_hook(lambda module, _: ran.append(module))
@@ -190,7 +162,7 @@ def test_only_a_model_that_keeps_something_runs_its_second_step(model, passes):
         traced(model, True)
     finally:
         hook.remove()
-    assert sum(isinstance(module, Plain) for module in ran) == passes
+    assert sum(isinstance(module, Computes) for module in ran) == passes
 
 
 A100 = load_device("A100-SXM4-40GB")

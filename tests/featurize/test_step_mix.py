@@ -10,7 +10,6 @@ from featurize.trace import tracer
 from featurize.trace.later_steps import StepSequence
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
-from tests.featurize.small_nets import Computes
 
 A100 = load_device("A100-SXM4-40GB")
 LENGTHS = (48, 128, 80, 128)
@@ -73,26 +72,6 @@ def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypat
 
 def test_batches_of_one_shape_are_the_plain_trace():
     assert mix([64] * 5) == alone(64)
-
-
-def test_a_step_that_leaves_nothing_like_the_one_before_runs_again():
-    """The second output of long batches is held until the next step assigns its own."""
-
-    def twice():
-        line = torch.nn.Linear(32, 32)
-        return Computes(lambda net, x: [net.line(x) for _ in range(1 if x.shape[0] < 100 else 2)], line=line)
-
-    def loss(outputs, _target):
-        return sum(output.sum() for output in outputs)
-
-    inputs = [torch.empty(rows, 32, device="meta") for rows in (64, 200, 64, 300, 64, 200)]
-    trace = trace_step(twice, None, torch.zeros(()), loss, batches=inputs)
-    live = 0
-    for event in trace.events:
-        live += event.nbytes
-        assert live >= 0
-    held = [b for b in trace.blocks if b.kind == "activation" and b.nbytes == 300 * 32 * 4]
-    assert len(held) == 2 * 3
 
 
 def test_masks_that_are_all_ones_and_others_are_different_batches():

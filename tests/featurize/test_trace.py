@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from conf.errors import UsageError
@@ -36,21 +35,6 @@ def images(device, batch=4, side=16):
     return (torch.randn(batch, 3, side, side, device=device),), torch.randint(CLASSES, (batch,), device=device)
 
 
-def attention(masked=None):
-    """One attention layer over [N, L, 64] with 4 heads, with a mask of that shape."""
-
-    def forward(net, x):
-        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in net.project(x).chunk(3, -1))
-        mask = None if masked is None else torch.ones(masked, dtype=torch.bool, device=x.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2).mean(1)
-
-    return Computes(forward, project=nn.Linear(64, 192))
-
-
-def sequences(device, length=512):
-    return (torch.randn(2, length, 64, device=device),), torch.randint(CLASSES, (2,), device=device)
-
-
 def names(trace, phase=None):
     return [op.name for op in trace.operators if phase in (None, op.phase)]
 
@@ -68,36 +52,6 @@ def test_adam_peaks_in_its_update_with_five_times_the_parameters():
         "temporary": MLP_BYTES,  # the for-each update's square roots
     }
     assert trace.peak_live_bytes == 5 * MLP_BYTES + BATCH * (WIDTH * 4 + 8) + loss
-
-
-@pytest.mark.parametrize(
-    ("precision", "device", "mask", "kernel"),
-    [
-        ("fp32", "A100-SXM4-40GB", None, "efficient"),
-        ("tf32", "A100-SXM4-40GB", None, "efficient"),
-        ("bf16", "A100-SXM4-40GB", None, "flash"),
-        ("fp16", "A100-SXM4-40GB", None, "flash"),
-        ("fp16", "V100-SXM2-32GB", None, "efficient"),
-        ("bf16", "A100-SXM4-40GB", (512, 512), "efficient"),
-    ],
-)
-def test_attention_never_materialises_its_scores(precision, device, mask, kernel):
-    trace = trace_step(lambda: attention(mask), sequences, precision=precision, device=device)
-    scores = 2 * 4 * 512 * 512 * 2
-    assert f"aten::_scaled_dot_product_{kernel}_attention" in names(trace, "forward")
-    assert f"aten::_scaled_dot_product_{kernel}_attention_backward" in names(trace, "backward")
-    assert max(block.nbytes for block in trace.blocks) < scores
-
-
-def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
-    def model():
-        return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
-
-    trace = trace_step(model, vectors, settings=Training(precision="bf16"))
-    dtypes = {op.name: op.dtype for op in trace.operators if op.phase == "forward"}
-    assert dtypes["aten::addmm"] == "bfloat16"
-    assert dtypes["aten::native_layer_norm"] == dtypes["aten::_log_softmax"] == "float32"
-    assert all(op.dtype == "float32" for op in trace.operators if op.phase == "optimizer")
 
 
 def cnn():
@@ -341,17 +295,6 @@ def test_one_call_replaces_the_time_steps_and_its_outputs_states_gradients_and_p
     products = SEQUENCES * STEPS * (4 * STATES * (INPUT + STATES) + (LAYERS - 1) * 4 * STATES * 2 * STATES)
     flops = [(op.name, op.flops) for op in trace.operators if "rnn" in op.name]
     assert flops == [("aten::_cudnn_rnn", 2 * products), ("aten::_cudnn_rnn_backward", 4 * products)]
-
-
-@pytest.mark.parametrize(
-    "kind, settings",
-    [("RNN", {}), ("LSTM", {"batch_first": True, "dropout": 0.1}), ("GRU", {"bidirectional": True, "bias": False})],
-)
-def test_every_kind_gives_every_parameter_a_gradient(kind, settings):
-    trace = traced_recurrent(kind, **settings)
-    assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes
-    both = 2 if settings.get("bidirectional") else 1
-    assert 4 * STEPS * SEQUENCES * STATES * both in blocks(trace, "aten::_cudnn_rnn")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

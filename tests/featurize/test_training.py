@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -107,7 +106,6 @@ def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda(prel
 
 
 NEW_API = hasattr(torch.backends, "fp32_precision")
-HAS_BOTH = pytest.mark.skipif(not NEW_API, reason="this release of PyTorch has the older API only")
 
 
 @pytest.fixture(autouse=True)
@@ -124,20 +122,14 @@ def _as_it_was():
         part.fp32_precision = precision
 
 
-def test_the_older_api_is_read():
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
-    assert matmul_allows_tf32() and not cudnn_allows_tf32()
-
-
-@HAS_BOTH
+@pytest.mark.skipif(not NEW_API, reason="this release of PyTorch has the older API only")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("part", ["torch.backends", "torch.backends.cuda.matmul"])
 def test_the_newer_api_is_read_without_an_error_or_a_warning(part):
+    assert not matmul_allows_tf32() and cudnn_allows_tf32()
     owner = torch.backends if part == "torch.backends" else torch.backends.cuda.matmul
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not matmul_allows_tf32() and cudnn_allows_tf32()
-        owner.fp32_precision = "tf32"
-        assert matmul_allows_tf32() and cudnn_allows_tf32()
+    owner.fp32_precision = "tf32"
+    assert matmul_allows_tf32() and cudnn_allows_tf32()
 
 
 @pytest.mark.parametrize(("matmul", "cudnn"), [(True, True), (False, False), (True, False)])
