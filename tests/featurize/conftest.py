@@ -1,16 +1,6 @@
-"""Fixtures that tests of families, and those of real ranks, share. Start reading at `measured`."""
+"""Fixtures that tests of several ranks share. Start reading at `measured`."""
 
 import pytest
-import torch
-
-
-@pytest.fixture
-def one_thread():
-    """Operators this small only wait for each other's threads where the CPU is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +10,13 @@ def measured(request, tmp_path_factory):
 
     module = request.module
     return run_ranks(module.train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, module.CASES))
+
+
+@pytest.fixture
+def own_groups():
+    """Process groups of this process: the default one and another."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0])
+    dist.destroy_process_group()

@@ -27,8 +27,6 @@ REQUEST = re.compile(r"(?P<mib>\d*)(?P<bytes>[+-]\d+)?(@(?P<stream>\d))?(=(?P<na
 
 GROWS = "expandable_segments:True"
 
-COLLECTS = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.9"
-
 
 def allocator(conf="", capacity=None, **extra):
     return CachingAllocator(None if capacity is None else int(capacity * MIB), AllocatorSettings.parse(conf), **extra)
@@ -98,7 +96,13 @@ def shape(simulated):
         ("", 100, "60=a free a 70", "+60 -60 +70", "70"),
         ("", 30, "2 19", "+20 oom 19", "2 -18"),
         # Collected above half of 90: blocks that have been free for longer than average.
-        (COLLECTS, 100, "20=a 20=b free a 10@1 free b 30", "+20 +20 +10 -20 +30", "-20 | 10 | 30"),
+        (
+            "garbage_collection_threshold:0.5,per_process_memory_fraction:0.9",
+            100,
+            "20=a 20=b free a 10@1 free b 30",
+            "+20 +20 +10 -20 +30",
+            "-20 | 10 | 30",
+        ),
         ("garbage_collection_threshold:0.1", 100, "20=a free a 30", "+20 +30", "-20 | 30"),  # only beside a fraction
         # Blocks of `max_split_size_mb` are never split, and serve requests up to 20 MiB smaller as a whole.
         ("max_split_size_mb:40", None, "40=a free a 30", "+40 +30", "-40 | 30"),

@@ -19,10 +19,6 @@ from learn.estimation.job_estimate import GRAPHS
 DEVICE = load_device("A100-SXM4-40GB")
 
 
-def timed(trace):
-    return time_step(trace, DEVICE, Training(compile=True))
-
-
 def launched(trace, phase):
     return [op.name for op in trace.operators if op.phase == phase and not op.graphed]
 
@@ -34,7 +30,7 @@ def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel(
     # The output's gradient comes from the eager loss; what the forward graph saved lies in its pool already.
     assert launched(graphed, "backward")[-2:] == ["aten::copy_", "aten::mm"] and len(launched(graphed, "backward")) == 6
     assert launched(graphed, "optimizer") == launched(compiled, "optimizer")
-    steps = [timed(trace) for trace in (compiled, graphed)]
+    steps = [time_step(trace, DEVICE, Training(compile=True)) for trace in (compiled, graphed)]
     saved = len(compiled.operators) + 2 - sum(not op.graphed for op in graphed.operators)
     launch_ms = packaged_hosts()["compiled"].factor * DEVICE.launch_overhead_us * 1e-3
     assert steps[0].host_ms - steps[1].host_ms == pytest.approx((saved - 2) * launch_ms)
@@ -42,14 +38,20 @@ def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel(
     assert steps[1].busy_ms >= steps[0].busy_ms, "the kernels are the same, and inputs are copied"
 
 
-def test_modes_without_graphs_give_the_figures_of_true():
-    plain = traced(chain(), compile=True)
-    for mode in ("default", "max-autotune-no-cudagraphs"):
-        trace = traced(chain(), compile=mode)
-        assert trace.operators == plain.operators and trace.events == plain.events and GRAPHED not in trace.notes
-        assert (AUTOTUNED in trace.notes) == mode.startswith("max-autotune")
-    assert {GRAPHED, AUTOTUNED} <= set(traced(chain(), compile="max-autotune").notes)
-    assert plain.graph_pool_bytes == 0
+@pytest.mark.parametrize(
+    ("mode", "notes"),
+    [
+        ("default", set()),
+        ("max-autotune-no-cudagraphs", {AUTOTUNED}),
+        ("reduce-overhead", {GRAPHED}),
+        ("max-autotune", {GRAPHED, AUTOTUNED}),
+    ],
+)
+def test_modes_say_what_they_add_and_without_graphs_give_the_figures_of_true(mode, notes):
+    plain, trace = (traced(chain(), compile=one) for one in (True, mode))
+    assert {GRAPHED, AUTOTUNED} & {*trace.notes} == notes
+    assert (trace.operators == plain.operators and trace.events == plain.events) is (GRAPHED not in notes)
+    assert (trace.graph_pool_bytes > 0) is (GRAPHED in notes)
 
 
 def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():

@@ -26,7 +26,6 @@ def small(family, **changes):
     return dataclasses.replace(FAMILY[family].small, **changes)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 over_families = pytest.mark.parametrize("family", family_names())
 
 

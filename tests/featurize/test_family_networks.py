@@ -16,8 +16,6 @@ from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DLRM, GNN, MOE = (FAMILY[name].small for name in ("dlrm", "gnn", "moe"))
 
 

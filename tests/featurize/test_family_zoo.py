@@ -9,14 +9,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.configs.features import group_key
 from featurize.configs.trial import named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision
 from featurize.recording.skeleton import plan_of_module
 from featurize.training.training_step import TrainingStep
-from tests.featurize.small_configs import scalar_features
 from tests.featurize.small_nets import Computes
 
 OWN = """
@@ -75,13 +73,6 @@ def installed(*libraries):
 
 def entry(text, **changes):
     return zoo.Config(**named_by_user("zoo", zoo.repair({"model": text, "batch_size": 2, **changes}, lambda _: 0.5)))
-
-
-GPT2 = "transformers:GPT2LMHeadModel int64[16]<100 {n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 100}"
-T5 = (
-    "transformers:T5ForConditionalGeneration int64[12]<90 decoder_input_ids=int64[5]<90 "
-    "{d_model: 32, d_kv: 8, d_ff: 64, num_layers: 2, num_heads: 4, vocab_size: 90}"
-)
 
 
 def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_before():
@@ -197,7 +188,20 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
 
 
 @installed("transformers")
-@pytest.mark.parametrize(("text", "target"), [(GPT2, "int64[16]<100"), (T5, "int64[5]<90")])
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        (
+            "transformers:GPT2LMHeadModel int64[16]<100 {n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 100}",
+            "int64[16]<100",
+        ),
+        (
+            "transformers:T5ForConditionalGeneration int64[12]<90 decoder_input_ids=int64[5]<90 "
+            "{d_model: 32, d_kv: 8, d_ff: 64, num_layers: 2, num_heads: 4, vocab_size: 90}",
+            "int64[5]<90",
+        ),
+    ],
+)
 def test_transformers_are_made_of_the_fields_of_their_configurations(text, target):
     one = entry(text)
     assert zoo._reading(one).target == target
@@ -238,17 +242,6 @@ def test_models_are_grouped_by_the_librarys_modules():
         "zoo/mine.nets.build",
     ]
     assert kinds[3] == timm.kind(timm.Config(model="convnext_base", batch_size=1))
-
-
-def test_the_group_key_needs_no_model_and_features_have_the_same_columns(nets):
-    shapes = (("float32[3]", 1), ("float32[3]", 2), ("float32[4]", 1))
-    a, b, c = (group_key(zoo.Config(model="x:a", inputs=inputs, batch_size=n)) for inputs, n in shapes)
-    assert a == b != c
-    plain, changed = (
-        config(f"{nets}:Outer.make"),
-        config(f"{nets}:Pair", "float32[4] int64[5]<10", arguments={"width": 4}),
-    )
-    assert list(scalar_features(plain)) == list(scalar_features(changed))
 
 
 @installed("timm")

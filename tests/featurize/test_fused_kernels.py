@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -120,16 +119,6 @@ def test_ligers_norm_rotation_and_gate_keep_inputs_and_overwrite(monkeypatch):
     assert kernels == ["norm", "write_both_", "gated", "write_both_", "write_both_", "write_"]
 
 
-@dataclass
-class AttentionInputs:
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_bias: object = None
-    p: float = 0.0
-    scale: float | None = None
-
-
 class LowerTriangularMask:
     pass
 
@@ -143,8 +132,8 @@ def test_xformers_attention_makes_no_scores(monkeypatch, precision, kernel):
 
     def attention(net: Computes, x: Tensor) -> Tensor:
         q, k, v = (part.reshape(1, ROWS, 4, WIDTH // 4) for part in net.projections(x).chunk(3, dim=-1))
-        library = sys.modules["xformers.ops.fmha"]
-        return library._memory_efficient_attention(AttentionInputs(q, k, v, LowerTriangularMask()), op=None)
+        inputs = SimpleNamespace(query=q, key=k, value=v, attn_bias=LowerTriangularMask(), p=0.0, scale=None)
+        return sys.modules["xformers.ops.fmha"]._memory_efficient_attention(inputs, op=None)
 
     standing_in(monkeypatch, "xformers.ops.fmha", _memory_efficient_attention=needs_gpu)
     net = Computes(attention, projections=nn.Linear(WIDTH, 3 * WIDTH, bias=False))

@@ -10,8 +10,6 @@ from featurize.families import family_names
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = golden()["cases"]
-WITHOUT = {"timm"}  # its models are another library's; `zoo` has cases of torch's own modules
-DECLARED = ("docs/install.md", "docs/comparing.md")  # which name the tested releases
 
 
 @pytest.mark.spread(3)  # golden features of every family are of such steps, too
@@ -22,7 +20,8 @@ def test_a_golden_step_takes_what_it_took_under_every_tested_release(name):
 
 def test_every_family_has_a_golden_step_and_there_is_a_convolution():
     families = {case["config"]["family"] for case in CASES.values()}
-    assert set(family_names()) == families | WITHOUT
+    # Models of timm are another library's; `zoo` has cases of torch's own modules.
+    assert set(family_names()) == families | {"timm"}
     assert any("Conv" in case["config"].get("model", "") for case in CASES.values())
 
 
@@ -32,6 +31,6 @@ def test_the_tested_releases_are_those_that_the_project_declares():
     assert f'"torch>={tested[0]}"' in (ROOT / "pyproject.toml").read_text()
     pinned = re.search(r"^TORCH +\?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert pinned in tested
-    for name in DECLARED:
+    for name in ("docs/install.md", "docs/comparing.md"):
         text = (ROOT / name).read_text()
         assert all(version in text for version in tested), name

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from conf.errors import UsageError
@@ -19,26 +18,17 @@ from featurize.job.layout import Parallel, apt_settings, parse_parallel
 from featurize.training.sharding import wrap_for_rank
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def config(**changes):
     return get_family("mlp").Config(**{"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes})
 
 
-def test_ddp_is_torchs_with_the_settings_of_the_layout(alone):
+@pytest.mark.usefixtures("own_groups")
+def test_ddp_is_torchs_with_the_settings_of_the_layout():
     settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False, "bucket_cap_mb": 3}
     model = wrap_for_rank(nn.Linear(3, 2), Parallel(ddp=2, **settings))
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     assert (model.gradient_as_bucket_view, model.static_graph, model.broadcast_buffers) == (True, True, False)
     assert model.bucket_bytes_cap == 3 * 2**20
-    plain = wrap_for_rank(nn.Linear(3, 2), Parallel(ddp=2))
-    assert plain.bucket_bytes_cap == 25 * 2**20 and plain.broadcast_buffers
 
 
 @pytest.mark.parametrize(

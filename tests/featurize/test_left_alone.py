@@ -24,9 +24,10 @@ from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, linear_then, stops_in_backward
 
-SHARDS = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
-
-OWNERS = (torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys, *SHARDS)
+OWNERS = (
+    *(torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys),
+    *(_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group),
+)
 
 HOOKS = [name for name in vars(hooks) if name.startswith("_global_") and hasattr(getattr(hooks, name), "__len__")]
 
@@ -62,8 +63,6 @@ def linear():
     return nn.Linear(4, 4)
 
 
-SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
-
 TRACES = {
     "autocast": lambda: trace(linear, precision="bf16"),
     "recurrent": lambda: trace(recurrent, (3, 2, 4)),
@@ -74,7 +73,7 @@ TRACES = {
     "replicas": lambda: trace(linear, ddp=2),
     "shards": lambda: trace(linear, fsdp=2),
     "failing shards": lambda: trace(failing, fsdp=2),
-    "sequence": lambda: trace(Attending, SEQUENCES, cp=2),
+    "sequence": lambda: trace(Attending, (2, LENGTH, ATTENTION_WIDTH), cp=2),
     "no sequence": lambda: trace(linear, cp=2),
 }
 
@@ -102,14 +101,6 @@ def test_what_a_trace_replaces_is_back_after_it(name, monkeypatch):
     added = [key for key in after.keys() - before.keys() if not isinstance(after[key], ModuleType)]
     assert added == [] and "matmul" not in vars(torch.Tensor)
     assert others_after == others and not dist.is_initialized()
-
-
-@pytest.fixture
-def own_groups():
-    """Process groups of this process: the default one and another."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.new_group([0])
-    dist.destroy_process_group()
 
 
 @pytest.mark.needs_mode("fsdp")

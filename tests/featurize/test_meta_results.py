@@ -13,10 +13,6 @@ from tests.family_cases import FAMILIES
 from tests.featurize.small_nets import Computes
 
 
-def run_all(func, name, args, kwargs):
-    return func(*args, **kwargs)
-
-
 def same(one, other):
     assert one.operators == other.operators
     assert one.events == other.events
@@ -85,7 +81,7 @@ def test_families_are_traced_the_same_also_with_results_of_other_sizes_in_memory
     trace_config(small_config(family, 1))
     config = small_config(family, 0)
     quick = trace_config(config)
-    monkeypatch.setattr(recorder, "meta_result", run_all)
+    monkeypatch.setattr(recorder, "meta_result", lambda func, _name, args, kwargs: func(*args, **kwargs))
     same(quick, trace_config(config))
 
 

@@ -21,7 +21,6 @@ from tests.featurize.trace_sums import bytes_of
 PACKAGES = {"unet2d": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
 DETECTORS = ("faster_rcnn", "mask_rcnn")
 CASES = [(name, attention) for name, model in MODELS.items() for attention in model.attentions]
-REAL = [name for name in MODELS if name not in DETECTORS]  # their operators need torchvision's own library
 
 
 def model_of(name):
@@ -88,7 +87,8 @@ def vars_of(output):
 
 
 @pytest.mark.spread(16)
-@pytest.mark.parametrize("name", REAL)
+# Operators of detectors need torchvision's own library.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in DETECTORS])
 def test_the_trace_keeps_what_a_real_step_keeps(name):
     published = model_of(name)
     attention = published.attentions[0]

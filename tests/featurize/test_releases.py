@@ -1,8 +1,6 @@
 """Releases of torch: older ones trace as this one does, and layouts that they are too old for are refused by name."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,42 +11,6 @@ from featurize.operators import torch_releases
 from featurize.operators.torch_releases import require_torch
 from featurize.trace.tracer import trace_step
 from learn.planning.meshes import meshes_of, modes_of
-
-# An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
-TRACE = """
-import sys
-import torch
-from torch.library import Library
-
-if sys.argv[1] == "older":
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    torch._C._dispatch_has_kernel_for_dispatch_key = lambda name, key: name != "aten::_convolution" and has(name, key)
-    library = Library("aten", "IMPL", "Meta")
-    # As these releases do: the backend is chosen by the device, and meta tensors have none.
-    library.m.impl("_convolution", "Meta", lambda *args: torch.ops.aten.convolution_overrideable(*args[:9]), False)
-from featurize.trace.light_imports import without_compiler
-from featurize.trace.tracer import trace_config
-from featurize.configs.trial import config_from_mapping
-
-without_compiler()
-config = config_from_mapping({"family": "cnn", "batch_size": 4, "optimizer": "sgd", "image_size": 16, "channels": 3,
-                              "classes": 10, "base_filters": 8, "depth": 2, "topology": "uniform"})
-trace = trace_config(config)
-print(len(trace.operators), trace.peak_live_bytes, trace.flops)
-"""
-
-
-def traced(release):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACE, release], capture_output=True, text=True)
-    return done.stdout.split(), done.stderr
-
-
-@pytest.mark.slow
-def test_a_convolution_is_traced_alike_on_every_release():
-    expected, errors = traced("this")
-    assert len(expected) == 3, errors
-    figures, errors = traced("older")
-    assert figures == expected, errors
 
 
 def test_a_container_of_nvidias_has_the_release_that_it_names(monkeypatch):

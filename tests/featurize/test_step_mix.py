@@ -39,10 +39,6 @@ def mix(lengths, **settings):
     return trace_step(gpt, None, settings=Training(**settings), batches=[tokens(length) for length in lengths])
 
 
-def alone(length, **settings):
-    return trace_step(gpt, tokens(length), settings=Training(**settings))
-
-
 def what_happens(trace):
     """The events, without the numbers of the blocks."""
     of_block = trace.blocks.__getitem__
@@ -71,7 +67,7 @@ def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypat
 
 
 def test_batches_of_one_shape_are_the_plain_trace():
-    assert mix([64] * 5) == alone(64)
+    assert mix([64] * 5) == trace_step(gpt, tokens(64), settings=Training())
 
 
 def test_masks_that_are_all_ones_and_others_are_different_batches():

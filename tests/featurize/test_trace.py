@@ -2,7 +2,6 @@
 
 import math
 import resource
-import types
 from collections import Counter
 
 import pytest
@@ -54,10 +53,6 @@ def test_adam_peaks_in_its_update_with_five_times_the_parameters():
     assert trace.peak_live_bytes == 5 * MLP_BYTES + BATCH * (WIDTH * 4 + 8) + loss
 
 
-def cnn():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
 TILES = 4 * 4 * 4  # images, and tiles of 4 x 4 in an output of 14 x 14
 
 
@@ -78,7 +73,8 @@ def test_without_tensor_cores_for_fp32_plain_3x3_convolutions_take_winograds_tra
 
 
 def test_convolutions_copy_their_tensors_unless_channels_last():
-    trace = trace_step(cnn, images, settings=Training(channels_last=True))
+    layers = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    trace = trace_step(nn.Sequential(*layers), images, settings=Training(channels_last=True))
     calls = [block.call for block in trace.blocks if block.call and block.call.kind.startswith("conv")]
     assert calls and all(call.channels_last for call in calls)
     assert sum(workspace_bytes(call, A100) for call in calls) == 0
@@ -152,23 +148,18 @@ def test_a_target_that_is_not_given_suits_the_output(shape, target):
     assert any(op.name.startswith("aten::nll_loss") for op in trace.operators)
 
 
-def wrapped_in(wrap):
-    return lambda: linear_then(wrap, WIDTH, CLASSES)
-
-
-@pytest.mark.parametrize("wrap", [lambda y: types.SimpleNamespace(logits=y), lambda y: (y, 1)], ids=["object", "tuple"])
-def test_logits_are_found_in_what_models_return(wrap):
-    model = wrapped_in(wrap)
-    assert names(trace_step(model, lambda device: (vectors(device)[0], None))) == names(trace_step(model, vectors))
-
-
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
         (mlp, {"optimizer": "sgd", "settings": Training()}, TypeError, "give either"),
         (mlp, {"optimizer": "ftrl"}, UsageError, "unknown optimizer 'ftrl'; known: adafactor"),
         (mlp, {"device": "H9000"}, UsageError, "unknown device 'H9000'"),
-        (wrapped_in(lambda y: {"logits": y}), {}, UsageError, "no logits to take cross entropy of"),
+        (
+            lambda: linear_then(lambda y: {"logits": y}, WIDTH, CLASSES),
+            {},
+            UsageError,
+            "no logits to take cross entropy of",
+        ),
     ],
 )
 def test_what_cannot_be_traced_as_it_is_asked_for_is_refused(model, options, error, message):

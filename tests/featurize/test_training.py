@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
     expected = nn.functional.cross_entropy(logits.reshape(10, 7), targets.reshape(10))
     assert torch.allclose(cross_entropy(logits, targets), expected)
     assert torch.allclose(cross_entropy((logits, "more"), targets), expected)
+    assert torch.allclose(cross_entropy(SimpleNamespace(logits=logits), targets), expected)
 
 
 PRELOADED = """

@@ -118,10 +118,8 @@ def test_the_traced_state_of_an_optimizer_is_that_of_a_real_step(optimizer):
 
 
 def test_block_wise_state_is_a_byte_an_element_and_a_float_for_every_256_of_them():
-    by_parameter = 0
-    for p in Net().parameters():
-        n = p.numel()
-        by_parameter += 8 * n if n < 4096 else 2 * n + 2 * 4 * math.ceil(n / 256)
+    sizes = [p.numel() for p in Net().parameters()]
+    by_parameter = sum(8 * n if n < 4096 else 2 * n + 2 * 4 * math.ceil(n / 256) for n in sizes)
     code_books = 2 * 4 * 256
     assert alive_after(traced(optimizer="adamw_8bit"), 2, "optimizer")["optimizer_state"] == by_parameter + code_books
 
@@ -143,10 +141,8 @@ def test_accumulated_gradients_of_equal_batches_are_those_of_one(settings):
 
 
 def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it():
-    late = traced(zero_grad="after_forward")
-    assert most_of(late, "gradient") == most_of(traced(), "gradient") == weights()
-    peaks = [most_of(trace, None, phases=("forward",)) for trace in (late, traced())]
-    assert peaks[0] - peaks[1] == weights()
+    late, usual = (most_of(traced(**more), None, ("forward",)) for more in ({"zero_grad": "after_forward"}, {}))
+    assert late - usual == weights()
 
 
 def test_an_output_that_is_not_held_ends_with_its_step():
@@ -188,14 +184,6 @@ def test_an_optimizer_in_the_backward_pass_keeps_one_gradient_at_a_time_and_trai
         assert b.grad is None
 
 
-def test_a_grad_scaler_unscales_in_one_pass_also_under_bf16():
-    def passes(trace):
-        return [op for op in trace.operators if op.phase == "optimizer" and op.name == "aten::_foreach_mul_"]
-
-    plain, scaled = traced(precision="bf16"), traced(precision="bf16", grad_scaler=True)
-    assert len(passes(scaled)) == len(passes(plain)) + 1
-
-
 # -- activations
 
 
@@ -223,8 +211,7 @@ def test_selective_checkpointing_saves_products_and_recomputes_the_rest():
     plain, selective, full = traced(), traced(checkpointing="selective"), traced(checkpointing="full")
     assert count(selective, "aten::addmm") == count(plain, "aten::addmm") < count(full, "aten::addmm")
     assert count(selective, "aten::gelu") == count(full, "aten::gelu") == count(plain, "aten::gelu") + BLOCKS
-    levels = [most_of(trace, "activation") for trace in (full, selective, plain)]
-    assert levels == sorted(levels) and len(set(levels)) == 3
+    assert most_of(full, "activation") < most_of(selective, "activation") < most_of(plain, "activation")
 
 
 # -- mistakes

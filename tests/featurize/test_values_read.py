@@ -57,10 +57,6 @@ def test_values_of_the_batch_and_of_buffers_are_read_back(ask):
     assert layers(lambda *asked: not ask(*asked))[0] == 0
 
 
-def asks_for_finite_numbers(self, ids, mask, x):
-    return not torch.isnan(x).any() and torch.isfinite(x).all() and not torch.isinf(x).any()
-
-
 def routes(self, ids, mask, x):
     _, experts = x.topk(2, dim=-1)
     return torch.bincount(experts.flatten(), minlength=6).tolist() == [2] * 6
@@ -69,7 +65,12 @@ def routes(self, ids, mask, x):
 @pytest.mark.parametrize(
     "ask, assumed",
     [
-        (asks_for_finite_numbers, values.FINITE),
+        (
+            lambda self, ids, mask, x: (
+                not torch.isnan(x).any() and torch.isfinite(x).all() and not torch.isinf(x).any()
+            ),
+            values.FINITE,
+        ),
         (routes, values.SPREAD),
         (lambda self, ids, mask, x: torch.where(x > 0)[0].numel() == 36, values.ALL_KEPT),
     ],

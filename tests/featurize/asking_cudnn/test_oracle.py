@@ -110,13 +110,6 @@ def test_hangs_and_crashes_cost_their_query_and_are_not_kept(oracle_of, tmp_path
     assert not path.exists()
 
 
-@pytest.mark.parametrize("content", [b"no database", b""])
-def test_a_damaged_cache_is_as_none(oracle_of, tmp_path, content):
-    path = tmp_path / "cudnn.sqlite"
-    path.write_bytes(content)
-    assert oracle_of(cache=DiskCache(path)).answers([signature(3)], SEARCH)[signature(3)].plans
-
-
 @pytest.mark.parametrize("device", map(load_device, device_names()), ids=lambda device: device.name)
 def test_every_described_device_since_volta_can_be_described_to_cudnn(device):
     if device.compute_capability is None or device.compute_capability < (7, 0):

@@ -45,48 +45,93 @@ class Answering:
         return dict.fromkeys(signatures, self.answer)
 
 
-def test_a_step_asks_for_forward_and_both_gradients():
-    calls, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 32, 3, stride=2, padding=1))
-    asked = [call.convolution for call in calls]
-    assert [(s.operation, s.kernel, s.response) for s in asked] == [
-        ("forward", (64, 64, 3, 3), (2, 64, 16, 16)),
-        ("forward", (32, 64, 3, 3), (2, 32, 8, 8)),
-        ("data_gradient", (32, 64, 3, 3), (2, 32, 8, 8)),
-        ("weight_gradient", (32, 64, 3, 3), (2, 32, 8, 8)),
-        ("weight_gradient", (64, 64, 3, 3), (2, 64, 16, 16)),
-    ]
-    assert asked[1].stride == (2, 2) and not asked[1].channels_last and asked[1].layout == "nchw"
+OF_ONES = (1, 1), (1, 1), (1, 1)  # stride, padding and dilation
+PLAIN = (1, 1), (0, 0), (1, 1)
+HALVED = (2, 2), (1, 1), (1, 1)
+LARGE, SMALL = (2, 64, 16, 16), (2, 32, 8, 8)  # of an image
 
 
-def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
-    calls, _ = calls_of(nn.Conv2d(64, 64, 1), nn.ConvTranspose2d(64, 32, 2, stride=2))
-    of_transposed = [call.convolution for call in calls if call.convolution.kernel == (64, 32, 2, 2)]
-    assert [s.operation for s in of_transposed] == ["data_gradient", "forward", "weight_gradient"]
-    assert {s.image for s in of_transposed} == {(2, 32, 32, 32)}
-    assert {s.response for s in of_transposed} == {(2, 64, 16, 16)}
+@pytest.mark.parametrize(
+    ("layers", "given", "asked"),
+    [
+        pytest.param(
+            (nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 32, 3, stride=2, padding=1)),
+            {},
+            [
+                ("forward", LARGE, (64, 64, 3, 3), LARGE, *OF_ONES, "float32", False),
+                ("forward", LARGE, (32, 64, 3, 3), SMALL, *HALVED, "float32", False),
+                ("data_gradient", LARGE, (32, 64, 3, 3), SMALL, *HALVED, "float32", False),
+                ("weight_gradient", LARGE, (32, 64, 3, 3), SMALL, *HALVED, "float32", False),
+                ("weight_gradient", LARGE, (64, 64, 3, 3), LARGE, *OF_ONES, "float32", False),
+            ],
+            id="forward and both gradients",
+        ),
+        pytest.param(
+            (nn.Conv2d(64, 64, 1), nn.ConvTranspose2d(64, 32, 2, stride=2)),
+            {},
+            [
+                ("forward", LARGE, (64, 64, 1, 1), LARGE, *PLAIN, "float32", False),
+                *(
+                    (way, (2, 32, 32, 32), (64, 32, 2, 2), LARGE, (2, 2), (0, 0), (1, 1), "float32", False)
+                    for way in ("data_gradient", "forward", "weight_gradient")
+                ),
+                ("weight_gradient", LARGE, (64, 64, 1, 1), LARGE, *PLAIN, "float32", False),
+            ],
+            id="a transposed convolution is the gradient of its mirror",
+        ),
+        pytest.param(
+            (nn.Conv1d(64, 32, 3, dilation=2),),
+            {"shape": (2, 64, 100)},
+            [
+                (way, (2, 64, 1, 100), (32, 64, 1, 3), (2, 32, 1, 96), (1, 1), (0, 0), (1, 2), "float32", False)
+                for way in ("forward", "weight_gradient")
+            ],
+            id="one spatial dimension becomes two",
+        ),
+        pytest.param(
+            (nn.Conv2d(64, 64, 3, padding=1, groups=64),),
+            {"precision": "fp16"},
+            [(way, LARGE, (64, 1, 3, 3), LARGE, *OF_ONES, "float16", False) for way in ("forward", "weight_gradient")],
+            id="depthwise in fp16",
+        ),
+        pytest.param(
+            (nn.Conv2d(64, 64, 3, groups=4),),
+            {},
+            [
+                (way, LARGE, (64, 16, 3, 3), (2, 64, 14, 14), *PLAIN, "float32", False)
+                for way in ("forward", "weight_gradient")
+            ],
+            id="grouped",
+        ),
+        pytest.param(
+            (nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last),),
+            {"precision": "bf16"},
+            [
+                (way, LARGE, (32, 64, 3, 3), (2, 32, 14, 14), *PLAIN, "bfloat16", True)
+                for way in ("forward", "weight_gradient")
+            ],
+            id="channels last in half precision",
+        ),
+    ],
+)
+def test_a_step_asks_for_its_convolutions(layers, given, asked):
+    calls, _ = calls_of(*layers, **given)
+    assert [call.convolution for call in calls] == asked
 
 
-def test_one_spatial_dimension_becomes_two_and_three_stay_three():
-    line, _ = calls_of(nn.Conv1d(64, 32, 3, dilation=2), shape=(2, 64, 100))
-    assert line[0].convolution.image == (2, 64, 1, 100) and line[0].convolution.dilation == (1, 2)
-    assert line[0].convolution.padding == (0, 0) and line[0].convolution.stride == (1, 1)
+def test_the_layout_follows_the_dimensions_and_the_order_of_the_channels():
     volume, _ = calls_of(nn.Conv3d(64, 32, 3), shape=(2, 64, 8, 8, 8))
-    assert volume[0].convolution.layout == "ncdhw"
+    last = volume[0].convolution._replace(image=(2, 64, 8, 8), channels_last=True)
+    assert (volume[0].convolution.layout, last.layout, last.strides_of((2, 3, 5, 7))) == (
+        "ncdhw",
+        "nhwc",
+        (105, 1, 21, 3),
+    )
 
 
-def test_channels_last_and_half_precision_are_asked_as_such():
-    calls, _ = calls_of(nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last), precision="bf16")
-    first = calls[0].convolution
-    assert (first.dtype, first.layout, first.strides_of((2, 3, 5, 7))) == ("bfloat16", "nhwc", (105, 1, 21, 3))
-
-
-def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
+def test_depthwise_layers_in_fp32_are_not_cudnns():
     depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
     assert depthwise[0].convolution is None
-    half, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1, groups=64), precision="fp16")
-    assert half[0].convolution.kernel[1] == 1
-    grouped, _ = calls_of(nn.Conv2d(64, 64, 3, groups=4))
-    assert grouped[0].convolution.kernel[1] == 16
 
 
 def test_answers_take_the_place_of_guesses_and_say_so():
@@ -131,10 +176,6 @@ def answered():
     return convolution_workspaces(trace, A100, Answering(2**20), SearchSettings())
 
 
-def sources(workspaces):
-    return {(call.shapes[1][2:], workspace.source) for call, workspace in workspaces.items()}
-
-
 @pytest.mark.parametrize(
     ("torch_version", "cudnn"), [("2.4.1+cu121", (9, 1, 0)), ("2.10.0", (9, 10, 2)), ("1.13", None), ("local", None)]
 )
@@ -144,7 +185,7 @@ def test_a_release_of_torch_names_its_cudnn(torch_version, cudnn):
 
 def test_before_cudnn_9_8_pointwise_kernels_in_fp32_take_no_workspace(answered):
     old = for_release(answered, A100, torch_version="2.4.1")
-    assert sources(old) == {((1, 1), "guessed"), ((3, 3), "oracle")}
+    assert {(call.shapes[1][2:], one.source) for call, one in old.items()} == {((1, 1), "guessed"), ((3, 3), "oracle")}
     pointwise = [workspace for call, workspace in old.items() if call.shapes[1][2:] == (1, 1)]
     assert {(w.sizes, w.problem) for w in pointwise} == {((0,), "cuDNN 9.1.0 takes none for 1x1 kernels in fp32")}
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rank_watch
-from deepspeed_nets import BATCH, CASES, NETS, batch_of, loss_of
+from deepspeed_nets import BATCH, CASES, NETS, batch_of
 
 from featurize.recording.values import tensors_of
 
@@ -78,7 +78,7 @@ def train(case):
         for _ in range(4):
             watch.sent, watch.peak = [], watch.bytes
             for _ in range(config.get("gradient_accumulation_steps", 1)):
-                loss = loss_of(engine(x), None)
+                loss = rank_watch.loss_of(engine(x), None)
                 engine.backward(loss)
                 del loss
                 engine.step()

@@ -52,10 +52,6 @@ def batch_of(case, device):
     return torch.zeros(BATCH, WIDTH, dtype=dtype, device=device)
 
 
-def loss_of(output, _target):
-    return output.square().sum()
-
-
 def _case(stage, ranks=2, half=True, again=False, accumulation=1, net="layers", **zero):
     config = {
         "gradient_clipping": 1.0,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_nets import CASES, NETS, batch_of, loss_of
+from deepspeed_nets import CASES, NETS, batch_of
+from rank_watch import loss_of
 from real_ranks import with_wide
 
 from featurize.job.layout import parse_parallel
@@ -17,14 +18,9 @@ from featurize.training.training_step import Training
 
 RECORDED = json.loads((Path(__file__).parent / "deepspeed_runs.json").read_text())
 KINDS_OF_STAGE_3 = [name for name in CASES if "stage 3" in name or "overlapping" in name]
-OTHERS = [name for name in CASES if name not in KINDS_OF_STAGE_3]
 # "accumulated" has three ranks, too, and "of words again" words in fp32 that are recomputed.
 COMBINED = ("stage 3", *(f"stage 3 {more}" for more in ("of three", "in fp32", "again", "of words")))
 SCALARS = 64  # bytes of norms, flags and scales, which are not all in the trace
-
-
-def one_of_two(name):
-    return pytest.param(name, marks=pytest.mark.spread(2))
 
 
 def traced(case, rank):
@@ -42,7 +38,13 @@ def traced(case, rank):
     )
 
 
-@pytest.mark.parametrize("name", [*with_wide(KINDS_OF_STAGE_3, COMBINED), *map(one_of_two, OTHERS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *with_wide(KINDS_OF_STAGE_3, COMBINED),
+        *(pytest.param(name, marks=pytest.mark.spread(2)) for name in CASES if name not in KINDS_OF_STAGE_3),
+    ],
+)
 def test_bytes_and_collectives_are_those_of_real_ranks(name):
     for rank, real in enumerate(RECORDED["runs"][name]):
         trace = traced(CASES[name], rank)
