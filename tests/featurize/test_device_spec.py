@@ -69,9 +69,6 @@ def test_a_mesh_of_links_is_checked(mesh):
         device_from_mapping(load_device("V100-SXM2-16GB").to_mapping() | {"interconnect": joined})
 
 
-MIB = 2**20
-
-
 A100, V100, MI100, MI210, MI300X = map(load_device, ("A100-SXM4-80GB", "V100-SXM2-16GB", "MI100", "MI210", "MI300X"))
 
 

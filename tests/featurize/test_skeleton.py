@@ -1,4 +1,4 @@
-"""Models built without their memory: what constructors compute is real, what the model holds is not."""
+"""Models built without their memory: moves to a GPU are left out, and lazy parameters get their shape."""
 
 import pytest
 import torch
