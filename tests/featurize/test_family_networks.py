@@ -1,4 +1,4 @@
-"""Networks of families: tables of `dlrm`, graphs of `gnn`, images of `unet` and `vit`, experts of `moe`, tokens of `gpt`."""
+"""Networks of families: tables of `dlrm`, graphs of `gnn`, images of `unet` and `vit`, routed and plain tokens."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Releases of torch: older ones trace as this one does, and layouts that they are too old for are refused by name."""
+"""Releases of torch: layouts that the installed one is too old for are refused by name, and a plan leaves them out."""
 
 import re
 
