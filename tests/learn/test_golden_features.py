@@ -4,7 +4,7 @@ import golden_features
 import pytest
 from golden_features import differences, golden, same_libraries
 
-from featurize.configs.features import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
+from featurize.configs.features import FEATURES_VERSION, HISTORY
 from featurize.families import family_names
 
 STORED = golden()
@@ -36,8 +36,3 @@ def test_no_feature_of_a_traced_step_moves_while_the_version_stays(name):
 def test_every_family_has_a_golden_case_and_modules_have_some():
     assert {case["config"]["family"] for case in CASES.values() if "config" in case} == set(family_names())
     assert {name for name, case in CASES.items() if "config" not in case} == set(golden_features.MODULES)
-
-
-def test_only_todays_version_is_current():
-    assert is_current(FEATURES_STAMP)
-    assert not any(map(is_current, ("0ld", "1", "", FEATURES_VERSION, None)))

@@ -202,7 +202,9 @@ def test_mistakes_are_named_by_the_call(call, said, tmp_path, monkeypatch):
 
 
 def test_the_command_answers_a_file_of_jobs_line_by_line(jobs, shown):
-    named = jobs(CONFIGS[0].to_mapping(), "", CONFIGS[2].to_mapping(), "   ", CONFIGS[1].to_mapping())
+    named = jobs(
+        f"\ufeff{json.dumps(CONFIGS[0].to_mapping())}\r", "", CONFIGS[2].to_mapping(), "   ", CONFIGS[1].to_mapping()
+    )
     lines = shown(named, "method=fast", "format=json", "device=H200-SXM-141GB").splitlines()
     assert len(lines) == 3
     for line, config in zip(lines, (CONFIGS[0], CONFIGS[2], CONFIGS[1]), strict=True):
@@ -246,6 +248,11 @@ def test_a_line_that_is_no_job_is_named_by_its_number_before_anything_is_printed
 )
 def test_mistakes_beside_a_file_of_jobs_are_one_line(jobs, refused, arguments, said):
     assert said in refused(jobs(CONFIG.to_mapping()), *arguments)
+
+
+def test_a_file_of_jobs_that_is_no_text_is_named(tmp_path, refused):
+    (tmp_path / NAME).write_bytes(b"{}\n\xff\xfe{}\n")
+    assert "'utf-8' codec can't decode byte 0xff" in refused(f"configs={tmp_path / NAME}", "format=json")
 
 
 def test_jobs_are_read_from_standard_input(monkeypatch, shown, refused):

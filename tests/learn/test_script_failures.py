@@ -85,6 +85,11 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
             "train.py:2: RuntimeError: a sparse tensor cannot be followed onto the GPU",
         ),
         (
+            "import torch, deepspeed\n"
+            "deepspeed.initialize(model=torch.nn.Linear(8, 8), config={'train_batch_size': 8})\n",
+            "train.py:2: RuntimeError: DeepSpeed on one GPU is not estimated; start",
+        ),
+        (
             "import torch.distributed as dist\ndist.init_process_group('nccl', rank=0, world_size=4)\n",
             "train.py:2: RuntimeError: the script asks for 4 processes and its command starts 1; start it with "
             "torchrun --nproc-per-node 4",
