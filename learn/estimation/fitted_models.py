@@ -116,9 +116,8 @@ class FittedModels:
             "for_modules": case.config is None,
         }
         absent = named is not None and "memory" not in self._packaged
-        if (
-            absent and find_latest(self._kept.get("memory", []), "memory", **wanted) is None
-        ):  # memory at least must be fitted
+        # Memory at least must be fitted.
+        if absent and find_latest(self._kept.get("memory", []), "memory", **wanted) is None:
             with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
