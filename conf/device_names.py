@@ -6,6 +6,7 @@ Start reading at `resolve_device`; `read_device_file` reads a description outsid
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,12 +31,8 @@ _DRIVER_NAMES = {
 _USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2-32gb", "p100": "p100-pcie-16gb"}
 
 
+DEVICE_FILES = (".yaml", ".yml")  # ends of a device that is given as a file rather than by name
 _LARGEST_FILE = 65_536  # bytes of a description
-
-
-def is_device_file(device: str) -> bool:
-    """Return whether a device is given as a YAML file rather than by name."""
-    return device.endswith((".yaml", ".yml"))
 
 
 def read_device_file(path: str) -> dict[str, Any]:
@@ -58,6 +55,7 @@ def read_device_file(path: str) -> dict[str, Any]:
     return values
 
 
+@functools.lru_cache(maxsize=1024)
 def plain_device(name: str | None) -> str:
     """Return a device name in lower case without the vendor, as the data sheet spells it."""
     plain = (name or "").strip().lower()

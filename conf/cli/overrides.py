@@ -29,7 +29,7 @@ from conf.cli.settings import (
     kinds_of,
     problems_of,
 )
-from conf.device_names import is_device_file, read_device_file, resolve_device, slice_values, split_slice
+from conf.device_names import DEVICE_FILES, read_device_file, resolve_device, slice_values, split_slice
 from conf.errors import UsageError, collected, refuse, shown, unknown_name
 from conf.plain_text import first_line
 
@@ -184,7 +184,7 @@ def _device(choice: str, options: Sequence[str]) -> tuple[str, Mapping[str, Any]
 
     A user's own file and a slice are not in conf/device/; a described GPU model provides their keys.
     """
-    if is_device_file(choice):
+    if choice.endswith(DEVICE_FILES):
         read = read_device_file(choice)
         values = {key: literal(value) if isinstance(value, str) else value for key, value in read.items()}
         vendor = "llvm_target" if "llvm_target" in values else "compute_capability"

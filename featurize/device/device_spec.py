@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
+from conf.device_names import DEVICE_FILES, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
 from conf.errors import EnvironmentProblem, UsageError, refuse, require_one_of
 from conf.plain_text import exception_line
@@ -328,7 +328,7 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
     Raises:
         UsageError: As `describe_device` and `device_from_mapping` do, or for a limit out of the GPU model's range.
     """
-    if isinstance(device, str) and is_device_file(device):
+    if isinstance(device, str) and device.endswith(DEVICE_FILES):
         described = device_from_mapping(read_device_file(device))
     else:
         described = describe_device(device)

@@ -243,8 +243,10 @@ class Tracing:
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
         training = self._training = settings_of_ranks(self.parallel, self.settings)
-        played = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
-        rank = self._rank = self.entered.enter_context(played)
+        rank = self._rank = Rank()
+        if self.parallel is not None:
+            played = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
+            rank = self._rank = self.entered.enter_context(played)
         if rank.needs_factory and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
         built = self._on_meta(model)
@@ -494,13 +496,11 @@ def batch_on_meta(
 
 
 @contextlib.contextmanager
-def played_rank(
-    parallel: Parallel | None, training: Training, rank: int = 0, *, every_pass: bool = True
-) -> Iterator[Rank]:
+def played_rank(parallel: Parallel, training: Training, rank: int = 0, *, every_pass: bool = True) -> Iterator[Rank]:
     """Yield the object that acts as one rank of a job, around whatever else changes what modules call.
 
     Args:
-        parallel: The job; None: on one GPU.
+        parallel: The job.
         training: As `settings_of_ranks` returns it.
         rank: Its number, from 0.
         every_pass: As `featurize.training.pipeline.PipelineRank` takes it.
@@ -509,9 +509,7 @@ def played_rank(
         EnvironmentProblem: The installed torch is too old for a mode.
     """
     with contextlib.ExitStack() as stack:
-        if parallel is None:
-            yield Rank()
-        elif parallel.zero.stage == 3:
+        if parallel.zero.stage == 3:
             from featurize.training.zero3 import ZeroShardedRank, frugal_linear
 
             stack.enter_context(frugal_linear())

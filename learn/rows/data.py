@@ -53,7 +53,7 @@ class Target:
     unit: str
     space: str
 
-    @property
+    @cached_property
     def is_memory(self) -> bool:
         return self.column == "peak_memory_mib"
 
@@ -72,6 +72,7 @@ TARGETS: dict[str, Target] = {
 }
 
 
+@cache
 def get_target(name: str) -> Target:
     """Return the target of that name. Raises `UsageError`, with the known names, for an unknown one."""
     require_one_of("target", name, TARGETS)
