@@ -12,7 +12,7 @@ from farm.dispatch.ray_cluster import ClusterSettings
 from featurize.families import get_family
 from tests.lasting_servers import end_of_servers as end_of_servers
 from tests.lasting_servers import lasting_servers as lasting_servers
-from tests.surroundings import await_
+from tests.surroundings import await_, waiting_process
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -36,8 +36,10 @@ def task(index):
 def executor(request):
     executor = make_executor(CHOICE, ClusterSettings(kind=request.param))
     executor.start()
-    yield executor
-    executor.close()
+    with waiting_process() as beside:
+        yield executor
+        executor.close()
+        assert beside.poll() is None, "what this process starts beside the executor outlives it"
 
 
 def await_idle(executor):

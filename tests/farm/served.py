@@ -90,8 +90,6 @@ class Served:
         _, self.errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode
 
-    close = stop
-
 
 @contextlib.contextmanager
 def served(data: Path, *arguments: str, token: str | None = None):

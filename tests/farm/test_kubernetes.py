@@ -11,7 +11,6 @@ import http.server
 import json
 import math
 import operator
-import ssl
 import threading
 from pathlib import Path
 
@@ -25,8 +24,7 @@ from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.scheduling import device_of
 from learn import estimate
-from tests.farm.served import MLP, Served
-from tests.surroundings import PATIENCE_S, await_
+from tests.farm.served import MLP
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "infra" / "kubernetes"
 # As an API server of Kubernetes 1.31 sends it, less what no webhook of a pod looks at.
@@ -187,26 +185,6 @@ def test_what_is_no_review_is_refused(service, body):
 )
 def test_the_gpu_is_that_of_the_nodes_label(label, device):
     assert device_of({"spec": {"nodeSelector": {"nvidia.com/gpu.product": label}}}) == device
-
-
-@pytest.mark.wide  # a service of its own; `test_serving_connections.py` has TLS on a server in this process
-def test_the_webhook_answers_over_https_without_a_token(folder, tmp_path, tls_files):
-    (certificate, private_key), tokens = tls_files, tmp_path / "tokens"
-    tokens.write_text("0123456789abcdef-token\n")
-    keys = [f"certificate={certificate}", f"private_key={private_key}", f"token_file={tokens}", "processes=1"]
-    served = Served(folder.root, *keys)
-    context = ssl.create_default_context(cafile=certificate)
-
-    def asked(path: str, body: dict) -> http.client.HTTPResponse | None:
-        connection = http.client.HTTPSConnection("localhost", served.port, timeout=PATIENCE_S, context=context)
-        with contextlib.suppress(OSError):
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            return connection.getresponse()
-
-    with contextlib.closing(served):
-        mutated = await_(lambda: asked("/v1/kubernetes/mutate", review({"gpufarm.io/job": JOB})), "an answer")
-        assert served.url.startswith("https://") and json.load(mutated)["response"]["allowed"]
-        assert asked("/v1/estimate", {"config": MLP}).status == 401
 
 
 # ---- Kueue

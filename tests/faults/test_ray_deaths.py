@@ -1,10 +1,14 @@
-"""The processes that Ray stands on are killed: at its start, in the middle of a job, of a cluster that was joined.
+"""What Ray stands on is killed: a process of its own, at its start, in the middle of a job or of a joined cluster.
 
-The dispatcher says so in one line, gives back what ran without an attempt, ends with 75, and the same command goes on.
+Also a node of several on one machine, while another joins.
+
+Without its Ray, the dispatcher says so in one line, gives back what ran without an attempt, ends with 75, and the same
+command goes on.
 """
 
 import contextlib
 import os
+import signal
 
 import psutil
 import pytest
@@ -13,13 +17,34 @@ from farm_process import SUBMIT, Farm, check_jobs, kill, queue_rows
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
 from tests.surroundings import ENDS_WITHIN_S, await_
 
-TASKS = 24
+TASKS, OWN_TASKS = 100, 24
+JOINED = "cluster.address=auto"
+NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+# The head calls a node dead after two seconds without a heartbeat, not after some ten.
+SOON_DEAD = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
 pytestmark = pytest.mark.slow
 
 
-def start(tmp_path, *extra):
-    data = tmp_path / "a'; echo foo"
-    return Farm(data, *SUBMIT, f"n={TASKS}", "device=simulated", "device.count=1", *extra)
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head on loopback only, with a token, as a session of our own has; `cluster.address=auto` finds it."""
+    os.environ.update(own_session_environment())  # for good: a process cannot change its token
+    for name, value in SOON_DEAD.items():
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=NODE)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    made.shutdown()
+
+
+def start(tmp_path, tasks, *extra):
+    return Farm(tmp_path / "a'; echo foo", *SUBMIT, f"n={tasks}", "device=simulated", "device.count=1", *extra)
 
 
 def head_of(farm, name):
@@ -45,27 +70,45 @@ def check_ending(farm, words):
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_one_that_dies_at_the_start_or_in_the_middle_of_a_job_is_told_in_a_line_and_the_job_goes_on(tmp_path, name):
-    farm = start(tmp_path)
+    farm = start(tmp_path, OWN_TASKS)
     kill(head_of(farm, name))
     check_ending(farm, f"Ray's {name}")
-    farm = start(tmp_path)
+    farm = start(tmp_path, OWN_TASKS)
     farm.await_runs(5)
     kill(head_of(farm, name))
     check_ending(farm, f"Ray's {name}")
-    start(tmp_path).ends_with(0)
+    start(tmp_path, OWN_TASKS).ends_with(0)
+    assert check_jobs(farm.data, OWN_TASKS) == {"ok": OWN_TASKS}
+
+
+def test_the_head_of_a_joined_cluster_that_dies_loses_nothing(tmp_path, cluster):
+    farm = start(tmp_path, OWN_TASKS, JOINED)
+    farm.await_runs(5)
+    kill([psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)])
+    check_ending(farm, "the Ray cluster at 127.0.0.1")
+
+
+def workers_seen(data):
+    """Who landed runs."""
+    return {name for (name,) in queue_rows(data, "SELECT DISTINCT worker FROM tasks WHERE state = 'done'")}
+
+
+def test_sigterm_leaves_the_cluster_as_it_was_a_node_that_joins_gets_work_and_one_that_dies_loses_nothing(
+    tmp_path, cluster
+):
+    farm = start(tmp_path, TASKS, JOINED)
+    farm.await_runs(5)
+    farm.process.send_signal(signal.SIGTERM)
+    farm.ends_with(130)
+    assert queue_rows(farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased'") == [(0,)]
+    farm = start(tmp_path, TASKS, JOINED)
+    farm.await_runs(10)
+    before = len(workers_seen(farm.data))
+    second = cluster.add_node(**NODE)
+    await_(lambda: len(workers_seen(farm.data)) > before, "runs of the second node")
+    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
+    kill([*raylet.children(recursive=True), raylet])
+    output = farm.ends_with(0)
+    assert "joined; 1 workers start there" in output and "left the cluster with 1 workers" in output, output
     assert check_jobs(farm.data, TASKS) == {"ok": TASKS}
-
-
-def test_the_head_of_a_joined_cluster_that_dies_loses_nothing(tmp_path, monkeypatch):
-    os.environ.update(own_session_environment())  # for good: a process cannot change its token
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.0.1"})
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    try:
-        farm = start(tmp_path, "cluster.address=auto")
-        farm.await_runs(5)
-        kill([psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)])
-        check_ending(farm, "the Ray cluster at 127.0.0.1")
-    finally:
-        cluster.shutdown()
+    await_(lambda: not farm.servers(), "the end of every trial server", ENDS_WITHIN_S)
