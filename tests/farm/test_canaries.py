@@ -47,11 +47,6 @@ def lab(folder):
     return Lab(folder, FEW)
 
 
-@pytest.fixture
-def full_lab(folder):
-    return Lab(folder)
-
-
 def labels(verdict):
     return {(entry.family, entry.label) for entry in verdict.moved}
 
@@ -116,16 +111,6 @@ def test_canaries_that_a_hanging_gpu_never_brought_back_are_a_sickness(lab):
 
 BROKEN = 'Traceback (most recent call last):\n  File "a\'; echo foo", line 1, in f\nRuntimeError: no such kernel\nmore'
 CRASHED = {"status": "crashed", "error_type": "RuntimeError", "error": BROKEN}
-
-
-def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(full_lab):
-    verdict = full_lab.verdict(full_lab.night(of(2, 7, **CRASHED)))
-    assert verdict.verdict == "sick" and labels(verdict) == {("cnn", "status"), ("unet", "status")}
-    assert verdict.said == (
-        "2 of the first 8 canaries of this device failed: ended as crashed "
-        "(cnn ffe57f: RuntimeError: no such kernel; unet 13b357: RuntimeError: no such kernel)"
-    )
-    assert set(canaries_to_confirm(verdict)) == {CANARIES[2], CANARIES[7]}
 
 
 def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab, monkeypatch):
@@ -230,24 +215,6 @@ def test_untrusted_and_forgotten_nights_and_attempts_that_were_run_again_do_not_
         lab.run(steady + attempt, FEW, lambda config: {**bad(config), "job_id": steady})
     assert lab.verdict(steady, forget={sick}).verdict == "steady"
     assert lab.verdict(steady).moved  # of two, neither is the right one
-
-
-def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
-    lab.night()
-    lab.environment = dict(NEW)
-    lab.night(of(*range(8), smact=0.3))
-    lab.environment = dict(OLD)
-    nights = lab.verdict(lab.night()), lab.verdict(lab.night(of(0, smact=0.3)))
-    assert [(one.verdict, one.before) for one in nights] == [("steady", OLD), ("sick", OLD)]
-
-
-def test_figures_that_move_with_the_environment_are_drift(lab):
-    lab.night()
-    lab.environment = dict(NEW)
-    verdict = lab.verdict(lab.night(where("convolution", peak_memory_mib=1700.0)))
-    assert (verdict.environment, verdict.before) == (NEW, OLD)
-    assert verdict.verdict == "drift" and labels(verdict) == {("cnn", "peak_memory_mib")}
-    assert "with driver_version 550.54 -> 560.28" in verdict.said and "1,500 MiB -> 1,700 MiB" in verdict.said
 
 
 def on_gpus(*changes):
@@ -359,13 +326,6 @@ def test_convolutions_alone_moved_and_networks_without_them_stay(moved, configs)
     payload = drift.payload
     assert (payload.operators, payload.stale_rows) == ({"peak_memory_mib": ("convolution",)}, 12)
     assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in payload.moved[0]
-
-
-def test_no_drift_is_sought_in_the_same_environment_or_on_a_sick_machine(grown):
-    assert drift_of(grown.folder, grown.verdict(grown.night(of(0, smact=0.9), only=FEW))) is None
-    grown.environment = dict(NEW)
-    sick = grown.verdict(grown.night(of(0, status="crashed"), only=FEW))
-    assert sick.verdict == "sick" and drift_of(grown.folder, sick) is None
 
 
 def usable(lab, target="memory"):

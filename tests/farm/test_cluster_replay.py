@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import time
 
 import pytest
 
@@ -204,10 +203,8 @@ def test_carma_s_submission_script_is_read(tmp_path):
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_by_what_is_wrong_with_it(tmp_path, name, text, part):
-    began = time.process_time()
     with pytest.raises(UsageError, match=part):
         read(tmp_path / name, text)
-    assert time.process_time() - began < 5, "also of long lines"
 
 
 GOOD = {

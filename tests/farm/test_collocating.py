@@ -9,15 +9,13 @@ import pytest
 from test_dispatch import Clock, Quiet, ScriptedExecutor
 
 from conf.cli import command_line as cli
-from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
+from farm.dispatch.dispatcher import Dispatcher, accept
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
 from farm.nights.journal import Journal
-from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import (
     Job,
@@ -126,13 +124,6 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, r
     assert refused.run.status == "crashed" and "is not a further run of it" in refused.run.error
 
 
-def test_a_lost_group_lands_a_run_for_each_member(queue):
-    task = a_pair(queue)
-    lost = lost_run(task, "gone")
-    runs = [(one.run.run_id[14:], one.run.status, one.run.group_id) for one in (lost, *lost.others)]
-    assert runs == [("", "crashed", task.run_id), ("-with-1", "crashed", task.run_id)]
-
-
 def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, result):
     task, writer = a_pair(queue), RunWriter(folder)
     for one in result.others:  # killed before the task's own run landed
@@ -186,15 +177,6 @@ def test_what_makes_no_group_is_refused_in_one_line(tmp_path, capsys, arguments,
     err = capsys.readouterr().err
     assert part in err and err.count("\n") == 1
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "pairs", "singles"),
-    [({"n": 50, "collocate": 0.2}, 10, 40), ({"hours": 2.0, "collocate": 0.2}, None, None)],
-)
-def test_a_share_of_the_nights_configurations_is_pairs(given, pairs, singles):
-    settings = load_settings(GrowSettings, [f"{name}={value}" for name, value in given.items()])
-    assert (settings.pairs, settings.singles) == (pairs, singles)
 
 
 def night(data, *arguments):

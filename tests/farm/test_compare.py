@@ -2,24 +2,18 @@
 page. `tests/faults/test_compare_environments.py` runs the command on two environments."""
 
 import datetime
-import itertools
 import json
 import stat
-import types
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from conf.children.keeper import TIME, Ended
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
-from farm.comparison import run
-from farm.comparison.pairs import Environment, RunSet, ask_environment, code_folder, compare_runs, side_of
+from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
-from farm.submission import model_check
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from featurize.memory.replay import replay
@@ -80,9 +74,9 @@ def compare(*arguments, data):
 # ---- runs
 
 
-def compared(before, after, tolerance=0.01, **job):
+def compared(before, after, tolerance=0.01):
     """The comparison of two folders, and its shifts by their labels."""
-    done = compare_runs(*(RunSet(folder=folder, **job) for folder in (before, after)), tolerance)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), tolerance)
     return done, {shift.label: shift for shift in done.shifts}
 
 
@@ -122,15 +116,6 @@ def test_a_changed_status_has_no_difference_and_what_one_side_alone_has_is_named
     assert done.alone == ((HASHES[3],), tuple(sorted((HASHES[2], HASHES[3])))), "another device is no partner"
 
 
-def test_only_the_first_n_tasks_of_a_job_are_compared(before, after):
-    for folder, index in itertools.product((before, after), range(3)):
-        land(folder, index, CONFIGS[index])
-    land(after, 0, CONFIGS[0], run_id="other-000000", job_id="other", peak_memory_mib=1.0)
-    done, shifts = compared(before, after, job_id="J", n=2)
-    assert {pair.key["config_hash"] for pair in done.pairs} == set(HASHES[:2])
-    assert all(shift.largest == 0 for shift in shifts.values())
-
-
 # ---- sides
 
 
@@ -139,16 +124,6 @@ def script(path, text):
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
-
-
-def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
-    land(before, 0, CONFIGS[0])
-    take_snapshot(before, name="night")
-    assert side_of("before", str(before.root), tmp_path) == RunSet(text=str(before.root), folder=before, snapshot=None)
-    text = f"{before.root}@night"
-    assert side_of("before", text, tmp_path) == RunSet(text=text, folder=before, snapshot="night")
-    with pytest.raises(UsageError, match="neither an environment nor a data folder; name a Python"):
-        side_of("after", str(tmp_path / "nothing@night"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +139,6 @@ def test_an_environment_that_cannot_run_a_trial_says_why(tmp_path, monkeypatch, 
     with code_folder() as code, pytest.raises(UsageError, match=f"cannot run a trial: .*{words}") as error:
         side_of("before", str(python.parent.parent), code)
     assert str(python) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("ended", "words"),
-    [
-        (None, "its process was killed"),
-        (Ended(None, TIME), "it did not answer within 5 s"),
-        (Ended(1, output="Traceback\nTypeError: no\n"), "TypeError: no"),
-        (Ended(-9), "it ended with exit code -9"),
-    ],
-)
-def test_a_question_that_an_environment_does_not_answer_says_why(ended, words):
-    server = types.SimpleNamespace(ask=lambda *_, **limits: (b"", ended))
-    with pytest.raises(UsageError, match=f"^{words}$"):
-        ask_environment(server, "trace_steps", {}, 5.0)
 
 
 # ---- operators
@@ -265,19 +225,3 @@ def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, argu
     assert compare(*arguments, data=home) == 2
     assert expected_text in capsys.readouterr().err
     assert not home.exists()
-
-
-def test_a_model_that_the_environment_lacks_is_one_line_and_leaves_nothing(before, tmp_path, capsys, monkeypatch):
-    """`tests/farm/test_model_check.py` asks the real child, which starts for seconds."""
-    side = Environment(text="env", python=Path("/env/python"), versions={"torch_version": "9.9.9"}, fingerprint="0")
-    monkeypatch.setattr(run, "side_of", lambda key, *_: RunSet(folder=before) if key == "before" else side)
-
-    def ask(models, start_server):
-        assert start_server.keywords["python"] == side.python
-        return [f"{model['name']} is not there" for model in models]
-
-    monkeypatch.setattr(model_check, "_ask", ask)
-    arch = ["+arch=zoo", "arch.space.model=torch.nn:Nope", "arch.space.inputs='float32[4]'", "arch.space.batch_size=2"]
-    home = tmp_path / "home"
-    assert compare(f"before={before.root}", "after=env", "n=2", "device=simulated", *arch, data=home) == 2
-    assert "torch.nn:Nope is not there" in capsys.readouterr().err and not home.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the NVML recording lives there
 
 from dcgm_server import DcgmServer
-from recorded_nvml import MIG_SESSION, SLICE_UUID, FakeGpmNvml, RecordedNvml
+from recorded_nvml import FakeGpmNvml, RecordedNvml
 
 from conf.cli.command_line import run
 from farm import doctor
@@ -53,25 +52,6 @@ def no_gpu(monkeypatch):
 
     for module in ("devices.cuda", "telemetry.nvml"):
         monkeypatch.setattr(f"workers.{module}.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
-
-
-AMD = {"llvm_target": "gfx942", "warp_size": 64, "mig_slices": []}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "lines"),
-    [
-        ("L4", {"compute_capability": "8.9", "sm_count": 58}, ["bandwidth 300 GB/s"]),
-        ("MI300X", AMD, ["model MI300X, AMD gfx942", "304, each of 32 warps of 64 threads"]),
-    ],
-)
-def test_a_described_gpu_model_is_shown_with_what_follows_from_it(capsys, tmp_path, no_gpu, name, values, lines):
-    arguments = (override(made(tmp_path)), f"device={name}")
-    described = report(capsys, *arguments)["device"]["description"]
-    assert described["name"] == name and values.items() <= described.items()
-    assert ("compute_capability" in described) == ("compute_capability" in values)
-    shown = table(capsys, *arguments)
-    assert [line for line in lines if line not in shown] == []
 
 
 def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
@@ -115,17 +95,6 @@ def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_pat
     assert "Not Supported" in gpm["not_given"]["fp16_active"] and "fp16_active: GPM: Not Supported" in shown
     assert {"power_w", "pcie_tx_mib_s"} <= set(sources["nvml"]["metrics"])
     assert "counter file" in sources["dcgm"]["not_given"]["int_active"]
-
-
-def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monkeypatch, no_gpu):
-    (tmp_path / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
-    environment = {"CUDA_VISIBLE_DEVICES": SLICE_UUID, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(MIG_SESSION), environment))
-    data = override(made(tmp_path / "data"))
-    gpus = [(gpu["usable"], gpu["mig_profile"]) for gpu in report(capsys, data)["gpus"]]
-    assert gpus == [(False, None), (True, "3g.20gb"), (False, "1g.5gb"), (False, None)]
-    shown = table(capsys, data)
-    assert "MIG slice 3g.20gb" in shown and "multi-process service (MPS)" in shown
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -78,17 +78,6 @@ def test_a_run_is_reached_by_the_keyboard_alone(tab):
     assert "Estimate beside the run" in tab.locator("main").inner_text()
 
 
-def test_a_query_is_edited_and_its_rows_are_downloaded(tab):
-    tab.goto("/runs?family=mlp")
-    tab.get_by_text("SQL", exact=True).last.click()
-    tab.locator("textarea").fill("SELECT 6 * 7 AS answer")
-    tab.get_by_role("button", name="Run").click()
-    assert tab.url.split("?")[0].endswith("/sql") and tab.locator("tbody td").inner_text() == "42"
-    with tab.expect_download() as download:
-        tab.get_by_role("link", name="CSV").click()
-    assert download.value.path().read_text().split() == ['"answer"', "42"]
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_narrow_screen_needs_no_scrolling_across(tab, path):
     tab.set_viewport_size({"width": 390, "height": 800})

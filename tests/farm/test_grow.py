@@ -306,19 +306,3 @@ def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, caps
     else:
         assert old.outcome == "failed" and "another version" in old.said
         assert new[0].outcome == "done" and old.said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
-    process = command(root, "n=40", "log.format=json")
-    for line in process.stdout:
-        if json.loads(line)["event"] == "landed":
-            process.send_signal(signal.SIGTERM)
-            break
-    process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
-    (cycle,) = cycles(root)
-    run = cycle.done("run")
-    assert (cycle.outcome, run["ended"], cycle.done("learn")["results"]) == ("cut short", "asked", [])
-    assert 1 <= len(runs(root)) == run["runs"] < 40
-    assert snapshot_names(DataFolder.resolve(root)) == [cycle.name]

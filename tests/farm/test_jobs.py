@@ -118,15 +118,6 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     assert contents(queue) == before
 
 
-@pytest.mark.parametrize(("held", "next_index"), [(slice(500), 500), (slice(700, None, 3), 0)])
-def test_ctrl_c_takes_out_what_was_added_among_tasks_that_were_there(queue, held, next_index):
-    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0) == len(range(5000)[held])
-    assert queue.next_index("cnn-1") == next_index, "a submission goes on at the first index that is missing"
-    before = contents(queue)
-    interrupted(queue, a_job(n=9000), until(KeyboardInterrupt(), 8000))
-    assert contents(queue) == before
-
-
 def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
     def joined_by_another():
         yield from itertools.islice(configs(9000), 4001)
@@ -149,19 +140,6 @@ def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue,
         submit(queue, "cnn-3", n=2)
         submit(queue, "cnn-2", n=1)
         assert (other.pending("cnn-3"), other.pending("cnn-2")) == (2, 1)
-
-
-def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
-    def worked_on():
-        yield from configs(4000)
-        with Queue.open(path) as other:
-            for task in other.lease("w", 2, 1000.0, LEASE_S)[:1]:
-                other.finish(task, "ok", 1000.0)
-        raise KeyboardInterrupt
-
-    interrupted(queue, a_job(n=9000), worked_on())
-    assert queue.counts() == Counts(done=1, leased=1, by_status={"ok": 1})
-    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 8998
 
 
 # Leasing
@@ -194,17 +172,6 @@ def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, bro
     assert queue.finish(task, "invalid", 1.0) and queue.pending() == 0
 
 
-def test_leases_can_be_kept_to_one_job_or_one_device(queue):
-    submit(queue, "cnn-a", n=1, device="A100")
-    submit(queue, "cnn-b", n=1, device="H200")
-    submit(queue, "cnn-c", n=1, device="H200")
-    assert queue.next_device() == "A100" and queue.next_device("cnn-b") == "H200"
-    assert indices(queue.lease("w", 9, 0.0, LEASE_S, job_id="cnn-c")) == [("cnn-c", 0)]
-    assert indices(queue.lease("w", 9, 0.0, LEASE_S, device="H200")) == [("cnn-b", 0)]
-    assert queue.lease("w", 9, 0.0, LEASE_S, device="cpu") == []
-    assert (queue.pending(), queue.pending(device="H200"), queue.counts(device="A100").queued) == (3, 2, 1)
-
-
 def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
     submit(queue, n=1)
     for attempt in (1, 2, 3):
@@ -214,21 +181,6 @@ def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
     assert queue.lease("w", 1, 400.0, LEASE_S) == [] and queue.expired(400.0) == queue.expired(500.0) == [task]
     assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0]["error"]
     assert queue.finish(task, "crashed", 500.0) and queue.expired(600.0) == [] and queue.pending() == 0
-
-
-def test_a_renewed_lease_does_not_expire(queue):
-    submit(queue, n=2)
-    first, second = queue.lease("w", 2, 0.0, LEASE_S)
-    assert queue.renew([first], 50.0, LEASE_S) == 1
-    assert indices(queue.lease("w", 2, 100.0, LEASE_S)) == indices([second])
-    assert queue.renew([first, second], 100.0, LEASE_S) == 1, "the second is held by a later attempt"
-
-
-def test_released_tasks_cost_no_attempt_and_void_leases_one(queue):
-    submit(queue, n=2)
-    held = queue.lease("w", 2, 0.0, LEASE_S)
-    assert queue.release(held) == 2 and queue.lease("w", 2, 0.0, LEASE_S) == held == queue.leased()
-    assert queue.void_leases() == 2 and [task.attempt for task in queue.lease("w", 2, 1.0, LEASE_S)] == [2, 2]
 
 
 # Finishing
@@ -262,15 +214,6 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
     assert (error["error"], error["status"], error["attempt"]) == ("third time", "crashed", 3)
 
 
-def test_mark_done_takes_runs_that_are_durable_already(queue):
-    submit(queue, n=4)
-    (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-    assert [queue.mark_done("cnn-1", {0: status, 2: "oom"}) for status in ("ok", "crashed")] == [2, 0]
-    assert not queue.finish(task, "ok", 1.0)
-    assert indices(queue.lease("w", 9, 1.0, LEASE_S)) == [("cnn-1", 1), ("cnn-1", 3)]
-    assert queue.counts() == Counts(leased=2, done=2, by_status={"ok": 1, "oom": 1})
-
-
 # Cancelling
 
 
@@ -290,17 +233,6 @@ def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
     assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
 
 
-def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue, path):
-    def cancelled_in_the_middle():
-        yield from configs(2000)
-        with Queue.open(path) as other:
-            other.cancel("cnn-1", 1.0)
-        yield from configs(3000, start=2000)
-
-    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
-    assert queue.counts() == Counts(cancelled=3000)
-
-
 @pytest.mark.parametrize("method", ["counts", "job", "errors", "pending"])
 def test_an_unknown_job_lists_the_known_ones(queue, method):
     submit(queue)
@@ -309,16 +241,6 @@ def test_an_unknown_job_lists_the_known_ones(queue, method):
 
 
 # Progress
-
-
-def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
-    submit(queue, n=30)
-    assert queue.progress(1000.0)[0].state == "queued"
-    for finished in range(10):
-        (task,) = queue.lease("w", 1, 1000.0 + 2 * finished, LEASE_S)
-        queue.finish(task, "ok", 1000.0 + 2 * finished)
-    (progress,) = queue.progress(1020.0)
-    assert (progress.rate_per_s, progress.eta_s) == pytest.approx((9 / 20, 20 / (9 / 20)))
 
 
 # Files

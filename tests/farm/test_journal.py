@@ -1,6 +1,5 @@
 """The journal: what a cycle wrote down is there after any kill, and nothing else."""
 
-import dataclasses
 import datetime
 
 import pytest
@@ -12,7 +11,6 @@ from farm.nights.journal import (
     Journal,
     LandPayload,
     LearnPayload,
-    Payload,
     ReportPayload,
     RunPayload,
     payload_of,
@@ -31,17 +29,6 @@ class Clock:
 @pytest.fixture
 def journal(folder):
     return Journal(folder, clock=Clock())
-
-
-def test_a_cycle_is_read_back_as_it_was_written(journal):
-    cycle = journal.begin({"n": 5}, "0a1b2c3d")
-    journal.start(cycle.name, "canaries")
-    cycle = journal.done(cycle.name, "canaries", {"verdict": "first"})
-    assert (cycle.name, cycle.token, cycle.settings) == ("2026-11-20", "0a1b2c3d", {"n": 5})
-    assert (cycle.done("canaries"), cycle.done("choose")) == ({"verdict": "first"}, None)
-    assert cycle.open and cycle.steps["canaries"].seconds == 1.0
-    ended = journal.end(cycle.name, "done", "all went well")
-    assert not ended.open and journal.cycles() == [ended]
 
 
 def test_what_json_cannot_say_is_refused_and_a_clock_that_is_put_back_gives_no_time_away(journal):
@@ -208,7 +195,6 @@ def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(
     payload = payload_of(kind, {**WRITTEN[kind], "of_tomorrow": {"a": [1]}, "step": "another"})
     assert payload == payload_of(kind, WRITTEN[kind])
     assert payload_of(kind, {}) == kind()
-    assert issubclass(kind, Payload) and all(not callable(value) for value in dataclasses.asdict(kind()).values())
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import subprocess
 
 import pytest
 
-import farm.grow
-import farm.work
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import OWNER_FILE, alive, identity
@@ -22,9 +20,6 @@ from farm.queue.leftovers import (
     sweep_orphans,
 )
 from tests.surroundings import waiting_process
-from warehouse.exchange import ingesting
-from warehouse.files.compaction import compaction_lock
-from warehouse.files.folder import DataFolder
 
 
 @pytest.fixture
@@ -108,24 +103,6 @@ def test_a_process_of_another_user_is_left_alone(runtime, dead):
 
 # The locks' files
 
-LOCKS = {
-    "dispatcher": hold_dispatcher_lock,
-    "compaction": lambda path: compaction_lock(DataFolder(path.parent.parent)),
-    "growth": lambda path: farm.grow._cycle_lock(DataFolder(path.parent.parent)),
-    "ingest": lambda path: ingesting._lock(DataFolder(path.parent.parent)),
-}
-
-
-@pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left_as_it_was(folder, runtime, tmp_path, name):
-    target = tmp_path / "precious"
-    target.write_text("mine")
-    path = folder.locks / f"{name}.lock"
-    path.symlink_to(target)
-    with pytest.raises(EnvironmentProblem, match=f"{name}.lock is not a plain file"), LOCKS[name](path):
-        pass
-    assert target.read_text() == "mine"
-
 
 def make_device(path):
     try:
@@ -139,7 +116,13 @@ def link_to_precious(path):
     os.link(path.parent / "precious", path)
 
 
+def symlink_to_precious(path):
+    (path.parent / "precious").write_text("mine")
+    path.symlink_to(path.parent / "precious")
+
+
 NO_LOCKS = {
+    "link": (symlink_to_precious, "is not a plain file"),
     "fifo": (os.mkfifo, "is not a plain file"),
     "folder": (os.mkdir, "is not a plain file"),
     "device": (make_device, "is not a plain file"),
@@ -191,11 +174,6 @@ def folder_of(base, owner, name="gpufarm-trial-1"):
     if owner is not None:
         (path / OWNER_FILE).write_text(owner)
     return path
-
-
-def test_the_folder_of_a_dead_process_goes_whatever_its_age(base, dead):
-    path = folder_of(base, dead)
-    assert sweep_folders([base], now=0.0) == [path] and not path.exists()
 
 
 def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_their_age(base, dead):

@@ -69,39 +69,6 @@ def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispat
         assert fresh.counts().by_status == {"ok": 6}
 
 
-def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder, queue):
-    texts = ["no json", "{}", '{"family": 3}', '{"family": "mlp", "batch_size": 0}', '{"family": "../up"}']
-    submit_texts(queue, texts, family=MIXED_FAMILY)
-    work(folder, queue)
-    rows = ask(folder, "SELECT status, family FROM runs ORDER BY task_index")
-    assert rows == [("invalid", family) for family in ("mixed", "mixed", "mixed", "mlp", "mixed")]
-    with lose(folder, queue) as fresh:
-        submit_texts(fresh, texts, family=MIXED_FAMILY)
-        assert reconcile(folder, fresh) == 5
-
-
-def test_lost_runs_are_queued_again_with_all_attempts_unless_their_job_was_cancelled(folder, queue):
-    submit(queue, 4)
-    work(folder, queue)
-    assert (queue.requeue(JOB, [1, 3, 99]), queue.requeue(JOB, [1, 3])) == (2, 0)
-    assert work(folder, queue)[0].handed_out == [(JOB, 1, 1), (JOB, 3, 1)]
-    queue.cancel(JOB, 0.0)
-    assert (queue.requeue(JOB, [1]), queue.counts().cancelled) == (1, 1)
-    submit(queue, 4)
-    assert queue.counts().queued == 1
-
-
-def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, queue):
-    submit(queue, 6)
-    work(folder, queue)
-    compact_at(folder, 0, 2)
-    with lose(folder, queue) as fresh:
-        submit(fresh, 6)
-        assert len(work(folder, fresh)[0].handed_out) == 6  # without reconciling
-    assert rows(folder) == (6, 6)
-    assert [path.name[:6] for path in folder.partition("runs", "mlp").glob("*.parquet")] == ["merged"]
-
-
 def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_path):
     submit(queue, 6)
     queue.lease("w", 2, now=0.0, lease_s=1.0)
@@ -128,15 +95,6 @@ def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
     assert "6 runs of 1 job in" in capsys.readouterr().out
     folder.queue.unlink()
     assert gone_and_unknown(folder, capsys) == ({}, {JOB: 6})
-
-
-def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
-    submit(queue, 6)
-    work(folder, queue)
-    queue.requeue(JOB, [1, 4])
-    for index in (2, 3):  # also their sum is the same
-        (folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet").unlink()
-    assert gone_and_unknown(folder, capsys) == ({JOB: 2}, {JOB: 2})
 
 
 def gone_and_unknown(folder, capsys):

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 
-import psutil
 import pytest
 
 from conf.children.running import ChildServer
@@ -84,13 +83,6 @@ def test_a_factory_of_ones_own_is_looked_up_and_not_called(here):
     assert problem(zoo("checked_nets.small:factory float32[4] {width: 7}", inputs=None)) is None
 
 
-@installed("torchvision")
-def test_an_unknown_name_of_a_library_has_near_names(here):
-    assert "has no attribute 'resnt18'; near names: resnet18" in problem(zoo("torchvision.models:resnt18"))
-    assert problem(zoo("torchvision.models:resnet18", arguments="{num_classes: 7}")) is None
-    assert "num_clases" in problem(zoo("torchvision.models:resnet18", arguments="{num_clases: 7}"))
-
-
 def test_a_model_that_one_of_the_environments_has_is_no_mistake(monkeypatch):
     lacking = {"old": {"torch.nn:New"}, "new": {"torch.nn:Removed"}, "newer": {"torch.nn:Removed", "torch.nn:New"}}
 
@@ -154,17 +146,3 @@ def test_models_are_not_blamed_where_the_process_that_checks_them_is_killed(here
     monkeypatch.setattr(ChildServer, "ask", lambda *_, **__: (b"null\nnull\n", None))
     require_models([zoo(["checked_nets.small:factory", "checked_nets.small:never_called"])])
     assert "1 of 2 models cannot be checked now, and are queued unchecked\n" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
-    children = []
-
-    class Interrupted(ChildServer):
-        def start(self, *arguments, **options):
-            children.extend([self.pid, super().start(*arguments, **options).pid])
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("conf.children.running.ChildServer", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        require_models([zoo("checked_nets.small:factory")])
-    assert len(children) == 2 and not any(map(psutil.pid_exists, children))

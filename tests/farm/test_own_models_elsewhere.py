@@ -14,8 +14,6 @@ from farm import grow as grow_module
 from featurize.configs.trial import config_of_user
 from featurize.families import zoo
 from learn.commands import estimate as estimate_module
-from learn.commands import fit as fit_module
-from learn.estimators.tabular import LightGBMEstimator
 from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
@@ -50,14 +48,6 @@ def run(name, module, data, capsys, *arguments):
     code = cli.run(name, module.entry, [*arguments, f"data={json.dumps(str(data.root))}"])
     printed = capsys.readouterr()
     return code, " ".join(printed.out.split()), printed.err
-
-
-def test_a_fit_takes_the_other_rows(data, capsys, monkeypatch):
-    monkeypatch.setattr(LightGBMEstimator, "rounds", 20)
-    code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm")
-    assert code == 0 and "Traceback" not in err, err
-    named = f"{ROWS} rows (run own-000000, own-000001, own-000002, ...) used only where their features are stored"
-    assert named in out and MODULE in out, out
 
 
 NIGHT = (

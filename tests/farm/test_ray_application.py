@@ -1,14 +1,11 @@
-"""The service on Ray Serve: the same answers, traces that every replica knows, and a replica that is killed."""
+"""The service on Ray Serve: the same answers, and traces that every replica knows."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from conf.errors import UsageError
@@ -65,38 +62,6 @@ def test_every_replica_answers_as_the_library_and_none_without_a_token(url):
     assert len(traced) == 1
     with Client(url) as stranger, pytest.raises(Refused, match="token"):
         stranger.estimate(config=MLP)
-
-
-@needs_serve
-@pytest.mark.slow
-def test_a_killed_replica_loses_no_question_and_answers_none_wrong(url):
-    configs = [{**MLP, "batch_size": 1 + at} for at in range(200)]
-    known = estimate_many(configs, method="fast")
-    answers: dict[int, float] = {}
-    halfway = threading.Event()
-
-    def ask(places: range) -> None:
-        with Client(url, token=TOKEN) as client:
-            for place in places:
-                while place not in answers:
-                    with contextlib.suppress(Refused, OSError):
-                        answers[place] = client.estimate(config=configs[place]).peak_memory_mib
-                if len(answers) >= 60:
-                    halfway.set()
-
-    with ThreadPoolExecutor(4) as threads:
-        asking = [threads.submit(ask, range(first, 200, 4)) for first in range(4)]
-        assert halfway.wait(120)
-        kill_a_replica()
-        for one in asking:
-            one.result()
-    figures = [answers[place] for place in range(200)]
-    assert figures == pytest.approx([one.peak_memory_mib for one in known], rel=1e-6)  # a batch adds in another order
-
-
-def kill_a_replica() -> None:
-    processes = psutil.process_iter(["cmdline"])
-    next(one for one in processes if any("Estimations" in part for part in one.info["cmdline"] or ())).kill()
 
 
 @pytest.mark.parametrize(

@@ -69,30 +69,6 @@ def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
     assert "nothing was run or written" in out and "reading a copy of the queue" in err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatch):
-    folder = made(tmp_path / "data")
-    for path in (tmp_path, *tmp_path.parents):
-        if "pytest-of-" in str(path):
-            path.chmod(0o755)
-    arguments = [f'data="{folder.root}"', "format=json"]
-    assert run("status", status.entry, arguments) == 0  # what it imports, nobody else may be able to read
-    whole, before = json.loads(capfd.readouterr().out), files_of(folder.root)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    scratch.chmod(0o777)
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    os.seteuid(65534)
-    try:
-        code = run("status", status.entry, arguments)
-    finally:
-        os.seteuid(0)
-    out, err = capfd.readouterr()
-    assert code == 0, err
-    assert json.loads(out)["jobs"] == whole["jobs"] and "reading a copy of the queue" in err
-    assert files_of(folder.root) == before and not list(scratch.iterdir())
-
-
 def fill(disk, left):
     """Leave `left` bytes on the disk."""
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))

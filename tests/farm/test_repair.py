@@ -1,7 +1,5 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
-import contextlib
-import dataclasses
 import errno
 import itertools
 import json
@@ -12,30 +10,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_dispatch import submit, work
-from test_lost_queue import submit_mixed
 
 from conf.cli.command_line import run
-from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, killed_children, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files.compaction import compaction_lock
-from warehouse.files.counting import counting_files
-from warehouse.files.damage import set_aside
 from warehouse.files.folder import DataFolder, write_sealed
-from warehouse.files.integrity import compare, examine, landed_tasks
+from warehouse.files.integrity import compare, examine
 from warehouse.files.merged import Listing, listing_file
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.views import view_statements
 from warehouse.files.writer import RunWriter
 from warehouse.tables.duckdb_access import scratch_cursor
-from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.tables.schema import RUN_SCHEMA
 
 JOB = "mlp-00000001"
 N = 4
@@ -116,6 +110,20 @@ def tear_the_listing(folder, kind):
     listing_file(folder, kind, one(folder, kind).name).write_bytes(b"torn")
 
 
+def ruin(folder):
+    tear_the_listing(folder, "runs")
+    flip(one(folder, "runs"))
+
+
+def plant(folder):
+    """A merged file without rows whose listing hides every run."""
+    planted = folder.partition("runs", "mlp") / "merged-planted.parquet"
+    write_sealed(RUN_SCHEMA.empty_table(), planted)
+    hidden = [path.name for path in planted.parent.iterdir() if path != planted]
+    names = [f"family=mlp/{name}" for name in (planted.name, *hidden)]
+    Listing(listing_file(folder, "runs", planted.name), names[0], tuple(names[1:]), 1.0).write()
+
+
 def lose_the_listing(folder):
     listing_file(folder, "runs", one(folder, "runs").name).unlink()
     os.utime(one(folder, "runs"), (0, 0))  # long ago, so it is not being landed
@@ -131,6 +139,8 @@ DAMAGES = {
     "a merged file is gone": ((0, 2), lambda folder: one(folder, "runs").unlink(), 3, [], range(N)),
     "a listing of runs": ((0, 2), lambda folder: tear_the_listing(folder, "runs"), 0, ["rewritten"], []),
     "a listing of samples": ((0, 2), lambda folder: tear_the_listing(folder, "telemetry"), 0, ["rewritten"], []),
+    "a listing and its merged file": ((0, 2), ruin, 4, [], range(N)),
+    "a planted listing": ((0,), plant, 1, [], []),
     "no listing of runs": ((0, 2), lose_the_listing, 0, ["listed again"], []),
     "a job's file": ((), flip_a_job_file, 1, [], []),
 }
@@ -161,22 +171,6 @@ def test_what_is_damaged_goes_aside_and_what_is_lost_runs_again(ran, queue, hour
     assert counts(ran) == ((N, N), (2 * N, 2 * N))
     compact_at(ran, 20, 22)
     assert is_well(ran, queue)
-
-
-def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
-    flip(run_file(ran, 3, "telemetry"))
-    report = repair(ran)
-    assert len(report.moved) == 1 and report.queued == {}
-    assert counts(ran) == ((N, N), (2 * N - 2, 2 * N - 2))
-
-
-def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
-    compact_at(ran, 0)
-    unmerge_runs_and_lose_one(ran)
-    compact_at(ran, 3)
-    assert repair(ran).queued == {JOB: 1}
-    assert counts(ran)[1] == (2 * N - 2, 2 * N - 2)
-    assert is_well_after(ran, queue, [2])
 
 
 def plain_counts(folder, kind, row):
@@ -223,16 +217,6 @@ def is_well_after_compactions(folder, queue):
     return is_well(folder, queue) and plain_samples(folder) == (2 * N, 2 * N, N)
 
 
-@pytest.mark.parametrize(("has_samples", "left"), [(True, N), (False, N - 1)])  # in a file of its own, if any
-def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue, has_samples, left):
-    if not has_samples:
-        write_sealed(TELEMETRY_SCHEMA.empty_table(), run_file(ran, 2, "telemetry"))
-    lose_one_run(ran)
-    assert repair(ran).queued == {JOB: 1} and plain_samples(ran) == (2 * left, 2 * left, left)
-    assert again(ran, queue) == [2] and plain_samples(ran) == (2 * N, 2 * N, N)
-    assert is_well_after_compactions(ran, queue)
-
-
 REPAIR = """
 from farm.queue.repair import repair
 from warehouse.files.folder import DataFolder
@@ -262,22 +246,6 @@ def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran
     assert is_well_after_compactions(ran, queue)
 
 
-def test_kernels_count_once_after_a_repair_that_was_killed_before_the_old_ones_went_aside(ran, monkeypatch):
-    with_samples(ran, range(N), kernels())
-    lose_one_run(ran)
-
-    def die(folder, path, reason, really=set_aside):
-        if "kernels" in path.parts:
-            raise KeyboardInterrupt
-        return really(folder, path, reason)
-
-    with monkeypatch.context() as dying, contextlib.suppress(KeyboardInterrupt):
-        dying.setattr("farm.queue.repair.set_aside", die)
-        repair(ran)
-    repair(ran)
-    assert plain_counts(ran, "kernels", "kernel_row") == (2 * N, 2 * N, N)
-
-
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("at", [(0, 0.5), (0.5, 0)], ids=["", "clock set back"])
 @pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 1, 2, 4)], ids=["repair", "compaction"])
@@ -287,17 +255,6 @@ def test_a_damaged_file_that_was_merged_again_doubles_nothing(ran, queue, mend, 
     mend(ran)
     assert plain_samples(ran) == (2 * N, 2 * N, N) and is_well_after_compactions(ran, queue)
     assert len(list(ran.partition("telemetry", "mlp").iterdir())) == 1
-
-
-def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(folder, queue):
-    submit_mixed(queue, N)
-    work(folder, queue)
-    with_samples(folder, range(N))
-    compact_at(folder, 0, 2)
-    flip(one(folder, "runs"))
-    assert repair(folder).queued == {JOB: N}
-    assert not list(folder.partition("telemetry", "mlp").glob("merged-*.parquet"))
-    assert is_well_after(folder, queue, range(N))
 
 
 @pytest.mark.spread(2)
@@ -356,34 +313,6 @@ def test_a_torn_listing_goes_aside_with_its_merged_file_where_the_disk_does_not_
     assert is_well_after(ran, queue, range(N))
 
 
-def test_a_merged_file_that_is_listed_again_doubles_none_of_the_samples_that_it_replaced(ran, queue, monkeypatch):
-    compact_at(ran, 0)
-    listing_file(ran, "telemetry", one(ran, "telemetry").name).unlink()
-    for index in range(3):  # as after a compaction that was killed while it deleted
-        run_file(ran, index, "telemetry").unlink()
-    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
-    report = repair(ran)
-    assert report.moved == {} and report.queued == {} and any("listed again" in line for line in report.mended)
-    assert plain_samples(ran) == (2 * N, 2 * N, N) and is_well_after_compactions(ran, queue)
-
-
-@pytest.mark.parametrize("kind", ["runs", "telemetry"])
-def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, queue, kind):
-    compact_at(ran, 0, 2)
-    merged = one(ran, kind)
-    listing_file(ran, kind, merged.name).write_bytes(b"torn")
-    flip(merged)
-    for read in (counts, take_snapshot):
-        with pytest.raises(EnvironmentProblem, match="repair=true"):
-            read(ran)
-    report = repair(ran)
-    assert {merged, listing_file(ran, kind, merged.name)} <= report.moved.keys()
-    if kind == "telemetry":
-        assert counts(ran) == ((N, N), (0, 0)) and report.queued == {}
-    else:
-        assert counts(ran)[0] == (0, 0) and report.queued == {JOB: N} and is_well_after(ran, queue, range(N))
-
-
 def no_file(path, how):
     path.unlink()
     if how == "pipe":
@@ -406,38 +335,6 @@ def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran,
     assert any(str(path) in file for file in take_snapshot(ran).left_out)
     compact_at(ran, 20)
     assert repair(ran).queued == {JOB: N} and not os.path.lexists(path) and is_well_after(ran, queue, range(N))
-
-
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
-@pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 20)], ids=["repair", "compaction"])
-def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
-    compact_at(ran, 0, 2)
-    listing = listing_file(ran, "runs", one(ran, "runs").name)
-    no_file(listing, how)
-    assert counts(ran) == ((N, N), (2 * N, 2 * N))
-    mend(ran)
-    assert Listing.read(listing).merged.endswith(listing.name) and is_well(ran, queue)
-
-
-def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
-    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
-    compact_at(ran, 0)
-    merged = one(ran, "runs")
-    hidden = tuple(f"family=mlp/{JOB}-{index:06d}.parquet" for index in range(N))
-    planted = ran.partition("runs", "mlp") / "merged-planted.parquet"
-    write_sealed(RUN_SCHEMA.empty_table(), planted)
-    os.mkfifo(ran.partition("runs", "mlp") / "pipe.parquet")
-    extra = Listing.read(listing_file(ran, "runs", merged.name))
-    dataclasses.replace(extra, hidden=(*extra.hidden, "family=mlp/pipe.parquet")).write()
-    name = f"family=mlp/{planted.name}"
-    Listing(listing_file(ran, "runs", planted.name), name, (f"family=mlp/{merged.name}", *hidden), 1.0).write()
-    assert counts(ran) == ((N, N), (2 * N, 2 * N)) and "planted" in capfd.readouterr().err
-    assert compare(ran).gone == {} and landed_tasks(ran)[JOB] == set(range(N))
-    assert [path.name for path in counting_files(ran, "runs", "mlp")] == [merged.name]
-    assert any("planted" in line for line in compact_at(ran, 2).problems)
-    assert repair(ran).queued == {} == repair(ran).queued
-    assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists() and is_well(ran, queue)
 
 
 def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
@@ -469,14 +366,6 @@ def test_names_of_files_are_text_in_one_line_each(ran, capsys):
         printed = "".join(capsys.readouterr())
         assert "\x1b" not in printed and "\nname" not in printed, name
         assert "\\x1b[31m\\nname.parquet" in printed or name == "status"
-
-
-def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys):
-    run_file(ran, 3).unlink()
-    before = sorted(path for path in ran.root.rglob("*") if "queue" not in path.name)
-    state = doctor.data_state(str(ran.root))
-    assert (state["runs_gone"], state["runs_unknown"]) == (1, 0)
-    assert sorted(path for path in ran.root.rglob("*") if "queue" not in path.name) == before
 
 
 def test_the_command_says_what_it_did_as_json(ran, queue, capsys):

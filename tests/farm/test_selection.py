@@ -21,11 +21,11 @@ from farm.sampling.selection import (
     choose,
     merge_pools,
 )
-from featurize.configs.draws import Limits, sample
+from featurize.configs.draws import sample
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, code_problem, config_hash, config_of_row
 from featurize.device.device_spec import load_device
-from featurize.families import get_family, layers_of, mlp
+from featurize.families import get_family, mlp
 from featurize.job.code_names import CodeName
 from tests.warehouse.warehouse_rows import run_row
 from warehouse.files.folder import DataFolder
@@ -72,11 +72,6 @@ def measured(configs):
     return known_of(configs, figures, seconds=[30.0] * len(figures))
 
 
-def test_candidates_respect_limits():
-    small = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000)).configs
-    assert small and all(sum(layer.parameters for layer in layers_of(config)) <= 50_000 for config in small)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_measured_twice_and_the_same_call_makes_the_same_choice(pool, policy):
     known = measured(pool.configs[:40])
@@ -87,31 +82,6 @@ def test_nothing_is_measured_twice_and_the_same_call_makes_the_same_choice(pool,
     assert len(chosen) == len(set(chosen)) == 60
     assert not set(chosen) & known.measured
     assert choice.measured >= 40
-
-
-def test_two_families_share_a_night(pool):
-    cnn = parse_space(
-        "cnn",
-        {
-            "image_size": [32, 64],
-            "channels": 3,
-            "classes": 10,
-            "base_filters": [16, 32],
-            "depth": {"low": 2, "high": 6},
-            "topology": "uniform",
-            "kernel_size": 3,
-            "activation": "relu",
-            "batch_size": {"low": 2, "high": 60},
-            "batch_norm": True,
-            "dropout": 0.1,
-            "pooling": False,
-            "pool_interval": 2,
-        },
-    )
-    both = merge_pools([pool, candidates(cnn, "stratified", 0, 0, 150)])
-    choice = choose("stratified", both, Known.nothing(), 30, FORECASTER)
-    assert Counter(one.config.family for one in choice.chosen) == {"mlp": 20, "cnn": 10}
-    assert choice.next_index == {"mlp": 20, "cnn": 10}
 
 
 NETS = """

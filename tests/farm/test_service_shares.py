@@ -78,15 +78,6 @@ def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock
     assert (tmp_path / "a'; echo foo.sqlite").stat().st_size < 2**20
 
 
-def test_a_question_that_nobody_asks_for_any_more_is_dropped(store, clock):
-    polled, left = ask_many(store, "someone", 2)
-    clock.now += 500
-    asyncio.run(store.get(polled))
-    clock.now += 200
-    asyncio.run(store.forget(LIMITS))
-    assert asyncio.run(store.get(left)) is None and store.lease(9)[0] == polled and store.lease(9) is None
-
-
 # ---- the gate
 
 

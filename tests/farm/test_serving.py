@@ -13,16 +13,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
 
-from conf.children.keeper import MEMORY, TIME, Ended
-from conf.children.running import ServerLost
 from conf.cli import command_line as cli
 from farm import serve
-from farm.serving import trace_pool
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
@@ -176,39 +172,6 @@ def test_no_answer_names_the_servers_folders(service):
 
 
 LIMITS = TraceLimits("/data", (), 60, 2**33)
-
-
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [
-        (TIME, "the trace took longer than the limit of 60 s"),
-        (MEMORY, "the trace took more memory than the limit of 8 GiB"),
-    ],
-)
-def test_a_trace_beyond_a_limit_is_ended_and_says_so(limit, words):
-    pool = TracePool(mock.Mock(), LIMITS, 1)
-    pool._server = mock.Mock()
-    pool._server.ask.return_value = b"", Ended(None, limit)
-    assert pool._run_question("key", "{}") == words
-    pool._store.failed.assert_called_once_with("key", words)
-    given = pool._server.ask.call_args.kwargs
-    assert given == {"time_limit_s": 60, "memory_limit_bytes": 2**33, "has_folder": False}
-
-
-def test_a_question_leased_just_as_the_service_ends_is_given_back():
-    pool = TracePool(mock.Mock(), LIMITS, 1)
-    pool._ended.set()
-    assert pool._run_question("key", "{}") == "given back"
-    pool._store.interrupted.assert_called_once()
-
-
-def test_a_lost_server_of_children_is_no_fault_of_the_job(monkeypatch):
-    def lose(*_):
-        raise ServerLost("a child process was lost: its keeper was killed")
-
-    monkeypatch.setattr(trace_pool, "_estimate", lose)
-    with pytest.raises(ServerLost):
-        _reply({"kind": "estimate"}, LIMITS)
 
 
 @pytest.mark.slow

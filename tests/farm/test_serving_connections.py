@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import resource
 import socket
 import ssl
 import threading
-import time
 
 import pytest
 import uvicorn
@@ -144,25 +142,6 @@ def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_firs
         assert len(server.server_state.connections) <= 20
         for client in held:
             client.close()
-
-
-def test_no_file_descriptor_left_is_a_pause_and_no_end():
-    with listening() as (port, _):
-        assert asked(port) == b"4 3"
-        clients = [socket.socket() for _ in range(3)]
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 1, before[1]))
-            for client in clients:
-                client.settimeout(PATIENCE_S)
-                client.connect(("127.0.0.1", port))
-                client.sendall(HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
-        finally:
-            time.sleep(0.2)  # in which the server tries in vain
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for client in clients:
-            with client:
-                assert client.recv(12) == b"HTTP/1.1 200"
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])

@@ -8,19 +8,12 @@ import pytest
 from conf.cli.command_line import run
 from conf.files.identity import canonical_json
 from farm import cancel, status
-from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job
 from featurize.configs.space import parse_space
 from tests.surroundings import execute_sql
-from warehouse.files.folder import DataFolder
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n[red]boom[/red]'
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return DataFolder.resolve(tmp_path / "a'; echo foo")
 
 
 @pytest.fixture
@@ -34,13 +27,6 @@ def call(folder, capsys):
         return code, out, err
 
     return call
-
-
-@pytest.fixture
-def queue(folder):
-    folder.create()
-    with Queue.open(folder.queue) as queue:
-        yield queue
 
 
 @pytest.fixture
@@ -72,7 +58,6 @@ def work(queue, statuses, now=1_000_000_000.0):
 
 
 def test_an_empty_folder_says_how_to_submit(call, folder):
-    folder.create()
     code, out, err = call(status)
     assert (code, err) == (0, "") and "no jobs" in out and "python -m farm.submit +arch=" in out
     code, _, err = call(cancel, "job=cnn-1")
@@ -142,12 +127,6 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     states = [(job["state"], job["eta_s"]) for job in report["jobs"]]
     assert (report["dispatcher"], states) == (None, [("stopped", None)])
     assert "`python -m farm.work` continues" in call(status)[1]
-
-
-def test_one_job_in_detail_shows_its_errors(call, queue):
-    submit(queue)
-    work(queue, ["crashed"])
-    assert "task 0, attempt 1 (crashed): [red]boom[/red]" in call(status, "job=mlp-00c0ffee")[1]
 
 
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):

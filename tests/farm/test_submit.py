@@ -1,26 +1,18 @@
 """`python -m farm.submit` as a user meets it: a job from sampling to rows, again, extended; and every bad input."""
 
 import contextlib
-import errno
 import os
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from conf.cli import command_line as cli
 from farm import submit as submit_module
-from farm import work as work_module
-from farm.dispatch.ray_cluster import ClusterSettings
-from farm.queue.jobs import Queue
 from tests.surroundings import await_, small_disk
 from tests.warehouse.warehouse_rows import ask
-from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
 
 SMALL = ["+arch=mlp", "arch.space.input_size={low:4,high:64}", "cluster=inline"]
 
@@ -99,17 +91,6 @@ def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
 
 
 @pytest.mark.slow
-def test_a_share_of_a_card_plays_a_smaller_one_and_the_row_says_so(data):
-    wide = ("arch.space.input_size=20000", "arch.space.linear_layers=2", "arch.space.topology=uniform", "n=2")
-    assert submit(data, *wide, "device=simulated") == 0
-    assert submit(data, *wide, "device=simulated", "device.memory_fraction=0.05") == 0
-    distinct_rows = ask(
-        data, "SELECT DISTINCT memory_fraction, status, oom_kind, device_memory_mib FROM runs ORDER BY ALL"
-    )
-    assert distinct_rows == [(0.05, "oom", "device", 40_326.0), (None, "ok", None, 40_326.0)]
-
-
-@pytest.mark.slow
 def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
     assert submit(data, "n=4", "batch_sizes=[8,32]") == 0
     assert submit(data, "n=5", "batch_sizes=[8,32]") == 0
@@ -117,33 +98,6 @@ def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
     trials = ask(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
     assert [row[0] for row in trials] == [8, 32, 8, 32, 8]
     assert trials[0][1:] == trials[1][1:] and trials[2][1:] == trials[3][1:] and trials[0][1:] != trials[2][1:]
-
-
-def test_detach_queues_and_work_runs_it_until_its_time_is_over_and_goes_on_later(data, capsys):
-    assert submit(data, "n=1", "seed=3", "detach=true") == 0
-    assert "`python -m farm.work` runs it" in capsys.readouterr().out
-    folder, cluster = DataFolder.resolve(data), ClusterSettings(kind="inline")
-    with Queue.open(folder.queue) as queue:
-        assert work_module.work(folder, queue, cluster, seconds=0) == cli.EXIT_INTERRUPTED
-        assert queue.counts().queued == 1
-        assert work_module.work(folder, queue, cluster, seconds=600) == 0
-    assert submit(data, "n=2", "seed=3", "detach=true") == 0
-    assert cli.run("work", work_module.entry, [f"data={data}", "cluster=inline"]) == 0
-    assert ask(data, "SELECT count(*) FROM runs") == [(2,)]
-
-
-@pytest.mark.slow  # in `make test`, `tests/contracts/test_executor_contract.py` has Ray
-def test_it_works_on_ray_with_several_simulated_gpus(data):
-    done = subprocess.run(
-        [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=2", "device=simulated", "device.count=2"],
-        env={**os.environ, "GPUFARM_DATA": str(data)},
-        cwd=data.parent,  # commands work from any folder
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert ask(data, "SELECT count(DISTINCT run_id), bool_and(worker LIKE 'ray-%') FROM runs") == [(2, True)]
-    assert os.listdir(data.parent) == ["data"], "Hydra leaves no outputs folder"
 
 
 def test_more_than_a_million_trials_are_not_queued_unasked(data, capsys):
@@ -215,22 +169,3 @@ def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, c
     assert BAD[arguments] in printed.err
     assert printed.err.count("\n") == 1 and printed.err.startswith("error: ")
     assert not data.exists(), "nothing half-written"
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
-    written, write = [], RunWriter.write
-
-    def fills_up(writer, run, *tables):
-        if len(written) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
-        written.append(run.run_id)
-        return write(writer, run, *tables)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "write", fills_up)
-        assert submit(data, "n=5") == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert ask(data, "SELECT count(*) FROM runs") == [(2,)]
-    assert submit(data, "n=5") == 0
-    assert ask(data, "SELECT count(*), count(DISTINCT task_index) FROM runs") == [(5, 5)]

@@ -2,14 +2,10 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, run_with, submit_texts
 
-from conf.errors import UsageError
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
 from farm.queue.queue_values import configs_of_text
@@ -146,45 +142,3 @@ def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeyp
     forget(monkeypatch)
     SPOILT[how](state / "submitted_code")
     assert not may_run(SubmittedCode(), config())
-
-
-@pytest.mark.parametrize("text", ["[]", "no json", "[" * 100_000, '{"family": "zoo", "model": 3}'])
-def test_a_config_that_makes_no_sense_lands_as_one_invalid_run_and_is_never_handed_out(folder, queue, text):
-    assert dispatch(folder, queue, [text, LIBRARY]) == ([1], [None])
-    assert [run[:3] for run in runs(folder)] == [(0, "invalid", "UsageError"), (1, "ok", None)]
-
-
-@pytest.mark.slow
-def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_path):
-    """The whole commands, with code that leaves a mark where it is imported."""
-    (tmp_path / "mine").mkdir()
-    mark, data, copied = tmp_path / "imported", tmp_path / "data", tmp_path / "copy"
-    (tmp_path / "mine" / "marking.py").write_text(
-        f"import pathlib, torch\npathlib.Path({str(mark)!r}).touch()\ndef build():\n    return torch.nn.Linear(4, 4)\n"
-    )
-
-    def farm(module, user, *arguments, code=0):
-        paths = [str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(paths), "XDG_STATE_HOME": str(tmp_path / user)}
-        command = [sys.executable, "-m", module, *arguments]
-        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300)
-        assert done.returncode == code, done.stderr
-        return done.stderr
-
-    job = ("+arch=zoo", "n=1", "arch.space.model=marking:build", "arch.space.inputs='float32[4]'", "device=simulated")
-    farm("farm.submit", "one", *job, f"data={data}", "detach=true")
-    mark.unlink(missing_ok=True)  # the submission itself looked at it
-    shutil.copytree(data, copied)
-    output = farm("farm.work", "another", f"data={copied}", "cluster=inline", code=1)  # no trial of the job may run
-    assert "every trial that ran failed (invalid 1)" in output and "trust=[marking]" in output
-    assert not mark.exists()
-    farm("farm.work", "one", f"data={data}", "cluster=inline")
-    assert mark.exists()
-
-
-def test_a_trust_that_is_no_module_is_refused(tmp_path):
-    from conf.cli.overrides import load_settings
-    from farm.work import WorkSettings, entry
-
-    with pytest.raises(UsageError, match="trust must name modules"):
-        entry(load_settings(WorkSettings, [f"data={tmp_path}", "trust=['a b']"]))
