@@ -33,11 +33,6 @@ os._exit(0)
 """
 
 
-def installed(*libraries):
-    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The current folder, with modules of the user's own."""
@@ -101,7 +96,7 @@ def test_code_of_ones_own_is_not_checked_where_estimates_cannot_be_imported(here
     assert problem(zoo("checked_nets.small:nope")) is None
 
 
-@installed("timm")
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 def test_an_unknown_model_of_timm_has_near_names(here):
     assert "has no model 'resnt18'; near names: resnet18" in problem(parse_space("timm", {"model": "resnt18"} | SIZE))
     assert "resnt18" in problem(zoo("timm:create_model", arguments="{model_name: resnt18}"))

@@ -100,16 +100,6 @@ def test_a_log_among_the_data_is_refused_and_nothing_is_planted(folder, queue, t
     assert {file: file.stat().st_size for file in folder.root.rglob("*")} == before
 
 
-@pytest.mark.parametrize("among_the_data", [False, True])
-def test_a_log_with_a_second_name_that_is_none_of_the_data_is_written(folder, tmp_path, among_the_data):
-    other, path = (folder.root if among_the_data else tmp_path) / "mine.jsonl", tmp_path / "linked"
-    other.touch()
-    os.link(other, path)
-    with Service.open(folder, LogSettings(file=str(path)), MetricsSettings()) as service:
-        service.events.emit("started")
-    assert [event["event"] for event in lines(other)] == ["started"]
-
-
 # Metrics
 
 
