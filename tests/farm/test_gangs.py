@@ -82,37 +82,35 @@ def fake_actor(died):
     return FakeWorker
 
 
-@pytest.fixture(scope="module")
-def died(tmp_path_factory):
-    return tmp_path_factory.mktemp("workers") / "died"
+@pytest.fixture
+def died(tmp_path):
+    return tmp_path / "died"
 
 
-@pytest.fixture(scope="module")
-def executor(died):
-    """One Ray for several tests, which starts for seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
-        patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        executor = make_executor(CUDA, ClusterSettings(kind="ray"))
-        try:
-            executor.start()
-            yield executor
-        finally:
-            executor.close()
+@pytest.fixture
+def executor(died, monkeypatch):
+    """A real Ray with three GPUs."""
+    monkeypatch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    executor = make_executor(CUDA, ClusterSettings(kind="ray"))
+    try:
+        executor.start()
+        yield executor
+    finally:
+        executor.close()
 
 
-def await_idle(executor, count):
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
     def are_idle():
         assert executor.wait(0.2) == []
-        return len(executor.idle()) >= count
+        return len(executor.idle()) >= 3
 
-    await_(are_idle, f"{count} idle workers")
-
-
-def await_runs(executor, queue, count):
-    """The results of all tasks by their index, and the workers that brought them back."""
-    done, workers = {}, {}
+    await_(are_idle, "three idle workers")
+    assert died.exists(), "a worker whose process dies while it starts is asked again"
+    for index, worker in enumerate(executor.idle()):
+        executor.submit(worker, task(index, "ddp=2"))
+    queue, done, workers = [task(3), task(4, "ddp=2")], {}, {}
 
     def complete():
         for worker in executor.idle():
@@ -123,19 +121,10 @@ def await_runs(executor, queue, count):
             assert completion.lost is None, completion.lost
             done[completion.task.task_index] = completion.result
             workers[completion.task.task_index] = completion.worker
-        return len(done) == count
+        return len(done) == 5
 
-    await_(complete, f"{count} runs")
+    await_(complete, "five runs")
     assert executor.running() == {} and executor.most_gpus() == 3
-    return done, workers
-
-
-def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
-    await_idle(executor, 3)
-    assert died.exists(), "a worker whose process dies while it starts is asked again"
-    for index, worker in enumerate(executor.idle()):
-        executor.submit(worker, task(index, "ddp=2"))
-    done, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
     assert [(len(set(gpus)), grouped) for gpus, grouped in map(done.get, range(5))] == [
         *[(2, True)] * 3,

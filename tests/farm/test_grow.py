@@ -138,16 +138,6 @@ def test_a_night_whose_time_is_up_takes_the_rest_out_and_the_next_one_leaves_out
     assert [entry["place"][1] - counts.done for entry in plan] == [2, 3, 4]
 
 
-def command(root, *arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "farm.grow", *SMALL, f"data={root}", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGINT, ""), (signal.SIGTERM, "cut short")])
 def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran(root, monkeypatch, number, outcome):
@@ -171,7 +161,9 @@ def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran
 def test_ctrl_c_does_not_wait_for_a_long_trial(root):
     """A trial of ten minutes is given back: its task has no attempt, and none of the farm's processes is left."""
     long = ("device=cpu", "window=fixed", "window.seconds=600", "trial.timeout_s=1000")
-    process = command(root, "n=2", *long, "log.format=json", start_new_session=True)
+    command = [sys.executable, "-m", "farm.grow", *SMALL, f"data={root}", "n=2", *long, "log.format=json"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **output, start_new_session=True)
     for line in process.stdout:
         if json.loads(line)["event"] == "handed_out":
             break

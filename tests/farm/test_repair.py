@@ -65,10 +65,10 @@ def run_file(folder, index, kind="runs"):
     return folder.partition(kind, "mlp") / f"{JOB}-{index:06d}.parquet"
 
 
-def with_samples(folder, indexes, *details):
+def with_samples(folder, indexes):
     for index in indexes:
         (row,) = pq.ParquetFile(run_file(folder, index)).read().to_pylist()
-        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}), *details)
+        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}))
 
 
 def doctored(folder, *keys):
@@ -181,25 +181,14 @@ def test_what_is_damaged_goes_aside_and_what_is_lost_runs_again(ran, queue, hour
     assert is_well(ran, queue)
 
 
-def plain_counts(folder, kind, row):
-    """(rows, distinct rows, runs that have some) of a kind as any DuckDB client counts them."""
-    (view,) = (text for text in view_statements(folder) if text.startswith(f"CREATE VIEW {kind} "))
+def plain_samples(folder):
+    """(samples, distinct samples, runs that have some) as any DuckDB client counts them."""
+    (view,) = (text for text in view_statements(folder) if text.startswith("CREATE VIEW telemetry "))
     with scratch_cursor() as client:
         client.execute("SET enable_external_file_cache = false")  # as in a process that starts now
         client.execute(view.replace("CREATE", "CREATE TEMP", 1))
-        return client.execute(
-            f"SELECT count(*), count(DISTINCT (run_id, {row})), count(DISTINCT run_id) FROM {kind}"
-        ).fetchone()
-
-
-def unmerge_runs_and_lose_one(folder):
-    merged = folder.partition("runs", "mlp").glob("merged-*"), folder.listings("runs").glob("merged-*")
-    for path in (*itertools.chain(*merged), run_file(folder, 2)):
-        path.unlink()
-
-
-def plain_samples(folder):
-    return plain_counts(folder, "telemetry", "t_ms")
+        counts = "SELECT count(*), count(DISTINCT (run_id, t_ms)), count(DISTINCT run_id) FROM telemetry"
+        return client.execute(counts).fetchone()
 
 
 def merge_samples_twice(folder, later=(3,), at=(0, 0.5)):
@@ -216,7 +205,9 @@ def merge_samples_twice(folder, later=(3,), at=(0, 0.5)):
 def lose_one_run(folder):
     """Lose one run whose samples were merged twice."""
     merge_samples_twice(folder)
-    unmerge_runs_and_lose_one(folder)
+    merged = folder.partition("runs", "mlp").glob("merged-*"), folder.listings("runs").glob("merged-*")
+    for path in (*itertools.chain(*merged), run_file(folder, 2)):
+        path.unlink()
 
 
 def is_well_after_compactions(folder, queue):
@@ -466,11 +457,6 @@ def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
     assert run("status", status_entry, [f'data="{folder.root}"']) == 0
     assert "6 runs of 1 job in" in capsys.readouterr().out
     folder.queue.unlink()
-    assert gone_and_unknown(folder, capsys) == ({}, {JOB: 6})
-
-
-def gone_and_unknown(folder, capsys):
-    """The runs that status counts as gone, and as unknown to the queue."""
     assert run("status", status_entry, [f'data="{folder.root}"', "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    return report["runs_gone"], report["runs_unknown"]
+    assert (report["runs_gone"], report["runs_unknown"]) == ({}, {JOB: 6})

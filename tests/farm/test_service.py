@@ -45,10 +45,6 @@ def samples_of(metrics):
     return {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
 
 
-def dispatch(folder, queue, service, outcomes=None):
-    assert run_with(folder, queue, ScriptedExecutor(Clock(), outcomes), service=service)
-
-
 def ask(url):
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
@@ -108,7 +104,7 @@ def test_metrics_count_tasks_runs_and_workers(folder, queue):
     service.metrics = FarmMetrics(folder.queue, service.pulse)
     service.events.listen(service.metrics.on_event)
     submit(queue, 4)
-    dispatch(folder, queue, service, {0: ["oom"], 1: ["lost"]})
+    assert run_with(folder, queue, ScriptedExecutor(Clock(), {0: ["oom"], 1: ["lost"]}), service=service)
     wanted = {
         ("gpufarm_tasks", "done"): 4,
         ("gpufarm_tasks", "queued"): 0,
