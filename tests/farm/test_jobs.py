@@ -78,6 +78,8 @@ def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
     assert (queue.counts("cnn-1").queued, job) == (8, a_job(n=8, priority=4, submitted_at=job.submitted_at))
     with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
         submit(queue, seed=1)
+    assert queue.submit(a_job("cnn-2", n=10), list(configs(10))[1::3], 1000.0) == 3
+    assert queue.next_index("cnn-2") == 0, "a submission goes on at the first index that is missing"
 
 
 def test_job_id_is_the_submission_s_without_n_and_priority():

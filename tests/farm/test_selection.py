@@ -230,7 +230,7 @@ def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_no
     assert isinstance(typed.model, CodeName) and code_problem(typed) is None
     assert "comes from stored data" in code_problem(config_of_row(json.dumps(typed.to_mapping())))
     (folder.growth / "plans").mkdir(parents=True)
-    plan = [{"why": "stale", "place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
+    plan = [{"place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
     (folder.growth / "plans" / "a.json").write_text(json.dumps(plan))
     space = own_space(model=["mine.nets:build float32[4] {a: 1}", "mine.nets:other float32[4]"], inputs=None)
     assert code_names([space]) == ("mine.nets:build", "mine.nets:other")
