@@ -48,16 +48,12 @@ def pool(count=40, memory_mib=1000.0):
     ]
 
 
-def first(groups, count):
-    return list(itertools.islice(groups, count))
-
-
 # Which groups
 
 
 def test_members_fit_together_but_for_some_groups():
     memory = {member.config: member.memory_mib for member in pool()}
-    drawn = first(Groups(pool(), 2, 2300.0, 0), 3 * BEYOND_MEMORY_EVERY)
+    drawn = list(itertools.islice(Groups(pool(), 2, 2300.0, 0), 3 * BEYOND_MEMORY_EVERY))
     beyond = [number for number, group in enumerate(drawn, 1) if sum(memory[config] for config in group) > 0.9 * 2300]
     assert set(beyond) <= {BEYOND_MEMORY_EVERY, 2 * BEYOND_MEMORY_EVERY, 3 * BEYOND_MEMORY_EVERY}
     with pytest.raises(UsageError, match="no 3 sampled configurations fit"):

@@ -1,6 +1,7 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,8 @@ def fake_actor(died):
         def run(self, task, upcoming=None):
             import ray
 
+            if task.attempt == 0:
+                os._exit(1)
             context = ray.get_runtime_context()
             given = context.get_accelerator_ids()["GPU"]
             assert len(given) == self.gpus == task.config.ranks
@@ -82,35 +85,37 @@ def fake_actor(died):
     return FakeWorker
 
 
-@pytest.fixture
-def died(tmp_path):
-    return tmp_path / "died"
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    return tmp_path_factory.mktemp("workers") / "died"
 
 
-@pytest.fixture
-def executor(died, monkeypatch):
-    """A real Ray with three GPUs."""
-    monkeypatch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
-    monkeypatch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    executor = make_executor(CUDA, ClusterSettings(kind="ray"))
-    try:
-        executor.start()
-        yield executor
-    finally:
-        executor.close()
+@pytest.fixture(scope="module")
+def executor(died):
+    """One Ray for several tests, which starts for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
+        patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        executor = make_executor(CUDA, ClusterSettings(kind="ray"))
+        try:
+            executor.start()
+            yield executor
+        finally:
+            executor.close()
 
 
-def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
+def await_idle(executor, count):
     def are_idle():
         assert executor.wait(0.2) == []
-        return len(executor.idle()) >= 3
+        return len(executor.idle()) >= count
 
-    await_(are_idle, "three idle workers")
-    assert died.exists(), "a worker whose process dies while it starts is asked again"
-    for index, worker in enumerate(executor.idle()):
-        executor.submit(worker, task(index, "ddp=2"))
-    queue, done, workers = [task(3), task(4, "ddp=2")], {}, {}
+    await_(are_idle, f"{count} idle workers")
+
+
+def await_runs(executor, queue, count):
+    """The results of all tasks by their index, and the workers that brought them back."""
+    done, workers = {}, {}
 
     def complete():
         for worker in executor.idle():
@@ -121,13 +126,33 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
             assert completion.lost is None, completion.lost
             done[completion.task.task_index] = completion.result
             workers[completion.task.task_index] = completion.worker
-        return len(done) == 5
+        return len(done) == count
 
-    await_(complete, "five runs")
+    await_(complete, f"{count} runs")
     assert executor.running() == {} and executor.most_gpus() == 3
+    return done, workers
+
+
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
+    await_idle(executor, 3)
+    assert died.exists(), "a worker whose process dies while it starts is asked again"
+    for index, worker in enumerate(executor.idle()):
+        executor.submit(worker, task(index, "ddp=2"))
+    done, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
     assert [(len(set(gpus)), grouped) for gpus, grouped in map(done.get, range(5))] == [
         *[(2, True)] * 3,
         (1, False),
         (2, True),
     ]
+
+
+@pytest.mark.wide
+def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
+    """A trial on all GPUs ends its worker's process, and says then that a GPU is gone."""
+    await_idle(executor, 1)
+    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
+    lost = []
+    await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")
+    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
+    await_runs(executor, [task(index) for index in range(3)], 3)

@@ -24,15 +24,8 @@ from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSe
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import work
 from farm.queue.leftovers import dispatcher_of, hold_dispatcher_lock
-from featurize.families import get_family
 from tests.surroundings import PATIENCE_S, await_
 from warehouse.tables.schema import Run
-from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
-
-CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
-SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-SPEC = Task(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS)
 
 
 def lines(path):
@@ -56,10 +49,12 @@ def ask(url):
 # Events
 
 
-def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path):
+def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path, queue):
+    submit(queue, 8)
+    task = queue.lease("worker-0", 8, 0.0, 60.0)[7]
     path = tmp_path / "a'; echo foo" / "farm.jsonl"
     with Events.open(LogSettings(file=str(path)), tmp_path / "data") as events:
-        events.emit("landed", SPEC, worker="worker-0", status="ok", error=None)
+        events.emit("landed", task, worker="worker-0", status="ok", error=None)
     (event,) = lines(path)
     assert event["time"].endswith("+00:00") and event == {
         "time": event["time"],
@@ -67,7 +62,7 @@ def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path
         "job": "mlp-00000001",
         "task": 7,
         "run": "mlp-00000001-000007",
-        "attempt": 2,
+        "attempt": 1,
         "worker": "worker-0",
         "status": "ok",
     }
@@ -77,7 +72,7 @@ def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
     path = tmp_path / "farm.jsonl"
     with Events.open(LogSettings(file=str(path), max_mib=0.001, keep=2), tmp_path / "data") as events:
         for _ in range(100):
-            events.emit("landed", SPEC, worker="worker-0", status="ok")
+            events.emit("landed", worker="worker-0", status="ok")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["farm.jsonl", "farm.jsonl.1", "farm.jsonl.2"]
     assert all(file.stat().st_size <= 1049 and lines(file) for file in tmp_path.iterdir())
 

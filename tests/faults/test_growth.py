@@ -36,10 +36,6 @@ def lines(root):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def runs(root):
-    return ask(root, "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL")
-
-
 def outcome(root):
     """Everything of a night that must not depend on how often it was killed."""
     folder = DataFolder.resolve(root)
@@ -48,6 +44,7 @@ def outcome(root):
     (artifact,) = versions(folder, "memory")
     with Queue.open(folder.queue) as queue:
         jobs = {job.job_id.partition("-")[0]: queue.counts(job.job_id).by_status for job in queue.jobs()}
+    figures = "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL"
     snapshot = find_snapshot(folder, name)
     assert not snapshot.problems() and cycle.done("report") is not None
     learnt = [(result["decision"], result["figures"]) for result in cycle.done("learn")["results"]]
@@ -56,7 +53,7 @@ def outcome(root):
         "verdict": cycle.done("canaries")["verdict"],
         "next": cycle.done("choose")["next_index"],
         "jobs": jobs,
-        "runs": runs(root),
+        "runs": ask(root, figures),
         "snapshot": (snapshot.rows["runs"], snapshot.rows["attempts"]),
         "learnt": learnt,
         "fitted": artifact.meta["rows"]["fitted"],

@@ -134,10 +134,6 @@ def memory_mib(service) -> float:
     return sum(one.memory_info().rss for one in service.answering()) / 2**20
 
 
-def has_let_go(service) -> bool:
-    return all(len(one.net_connections()) <= 20 for one in service.answering())
-
-
 def connected(service) -> socket.socket:
     client = socket.socket()
     client.settimeout(5)
@@ -179,6 +175,10 @@ def test_half_open_connections_lock_nobody_out_and_are_let_go(service):
         attacker.join()
     assert longest < 5 and max(connections) < 500
     assert memory_mib(service) - before_mib < 200
-    await_(lambda: has_let_go(service), "the end of half-open connections", 30.0)
+
+    def has_let_go() -> bool:
+        return all(len(one.net_connections()) <= 20 for one in service.answering())
+
+    await_(has_let_go, "the end of half-open connections", 30.0)
     for client in held:
         client.close()
