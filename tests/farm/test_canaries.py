@@ -205,18 +205,6 @@ def test_what_moved_once_is_run_again_and_the_median_counts(lab):
     assert verdict.causes[0].startswith("unknown")
 
 
-def test_untrusted_and_forgotten_nights_and_attempts_that_were_run_again_do_not_count(lab):
-    lab.night()
-    lab.night(of(*range(8), smact=0.1, quality="untrusted"))
-    sick = lab.night(of(*range(8), smact=0.1))
-    steady = lab.night()
-    bad = where("linear", quality="untrusted", smact=0.9, final=False)
-    for attempt in ("-a1", "-a2"):  # which the median would follow
-        lab.run(steady + attempt, FEW, lambda config: {**bad(config), "job_id": steady})
-    assert lab.verdict(steady, forget={sick}).verdict == "steady"
-    assert lab.verdict(steady).moved  # of two, neither is the right one
-
-
 def on_gpus(*changes):
     """The runs of a canary, one after the other, on GPUs of their own, with each one's columns."""
     seen = Counter()

@@ -105,17 +105,6 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
     assert status == "ok" or errors, "whoever asks is told why"
 
 
-def test_a_lost_workers_words_are_made_storable(folder, queue):
-    submit(queue, 1)
-
-    class Lost(ScriptedExecutor):
-        def wait(self, timeout_s):
-            return [dataclasses.replace(done, result=None, lost=SURROGATE) for done in super().wait(timeout_s)]
-
-    assert run_with(folder, queue, Lost(Clock()))
-    assert queue.counts().by_status == {"crashed": 1}
-
-
 def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
     submit(queue, 2)
 
