@@ -8,7 +8,7 @@ import torch
 from family_table import FAMILY
 
 from featurize.device.device_spec import load_device
-from featurize.families import dlrm, gnn, gpt, layers_of, loss_of, moe, timm, vit
+from featurize.families import dlrm, gnn, gpt, layers_of, loss_of, moe, rnn, timm, vit
 from featurize.nets import vision
 from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
 from featurize.nets.prenorm import RoutedExperts
@@ -16,7 +16,7 @@ from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy
 
-DLRM, GNN, MOE = (FAMILY[name].small for name in ("dlrm", "gnn", "moe"))
+DLRM, GNN, MOE, RNN = (FAMILY[name].small for name in ("dlrm", "gnn", "moe", "rnn"))
 
 
 def test_the_top_layers_read_the_dot_product_of_every_pair():
@@ -139,6 +139,14 @@ def test_capacity_is_the_even_share_times_the_factor_and_never_more_than_the_tok
 
 
 # -- rnn
+
+
+def test_the_head_reads_the_state_in_which_each_direction_ends():
+    module = rnn.build(replace(RNN, bidirectional=True))
+    (tokens,), _ = rnn.batch(RNN, "cpu")
+    outputs, _ = module.body(module.embedding(tokens))
+    last = torch.cat([outputs[:, -1, :20], outputs[:, 0, 20:]], dim=1)
+    torch.testing.assert_close(module(tokens), module.head(last))
 
 
 # -- gpt
