@@ -16,7 +16,7 @@ from featurize.configs.dimensions import default_space
 from featurize.configs.draws import Limits, sample, sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import TrialConfig
-from featurize.job.layers import Layer
+from featurize.job.layers import Layer, rough_memory_mib
 from tests.featurize.small_configs import own_space
 
 POLICIES = ("uniform", "stratified")
@@ -161,6 +161,10 @@ def test_a_field_that_nothing_sets_is_a_usage_error(toy):
 def test_limits_report_every_bad_value():
     with pytest.raises(UsageError, match=r"max_parameters must be a number > 0, got 0; limits.max_mem.*'x'"):
         Limits(max_parameters=0, max_memory_mib="x")
+
+
+def test_the_memory_that_the_limit_counts_is_of_weights_gradients_states_and_outputs():
+    assert rough_memory_mib([Layer("linear", 1000, 2**20)], 256, "adam") == 4 * (4 * 2**20 + 256 * 1000) / 2**20
 
 
 def test_batch_sizes_repeat_every_sampled_trial_and_nothing_else_of_it():
