@@ -141,15 +141,16 @@ def test_a_file_says_what_zero_and_the_training_are(tmp_path):
     assert sized.zero["stage3_prefetch_bucket_size"] == 900_000 and sized.left_open == ("train_batch_size",)
 
 
-def test_a_batch_size_of_all_gives_what_is_left_open():
-    assert (
-        read_deepspeed({**FILE, "train_batch_size": 64, "gradient_accumulation_steps": "auto"}, ranks=8).training[
-            "accumulation"
-        ]
-        == 2
-    )
-    file = {**FILE, "train_batch_size": 128, "train_micro_batch_size_per_gpu": "auto"}
-    assert read_deepspeed(file, ranks=8).micro_batch == 2
+@pytest.mark.parametrize(
+    ("given", "accumulation", "micro_batch"),
+    [
+        ({"train_batch_size": 64, "gradient_accumulation_steps": "auto"}, 2, 4),
+        ({"train_batch_size": 128, "train_micro_batch_size_per_gpu": "auto"}, 8, 2),
+    ],
+)
+def test_a_batch_size_of_all_gives_what_is_left_open(given, accumulation, micro_batch):
+    file = read_deepspeed(FILE | given, ranks=8)
+    assert (file.training["accumulation"], file.micro_batch) == (accumulation, micro_batch)
 
 
 @pytest.mark.parametrize(
