@@ -429,7 +429,7 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What the kernels of a step do on one GPU model, however long the step takes.
+    """Work of a step's kernels on one GPU model, however long the step takes.
 
     Args:
         active_s: Ratio of `StepActivity` -> time in s that counts for it.

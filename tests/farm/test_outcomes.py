@@ -1,4 +1,4 @@
-"""What becomes of results: a hostile one is one run of its task, one that cannot be trusted is kept and run again.
+"""Outcomes of results: a hostile one is one run of its task, one that cannot be trusted is kept and run again.
 
 A job of which every trial fails ends its command with 1 and the commonest reason.
 """
@@ -232,7 +232,7 @@ NO_LUCK = ("ValueError: no luck with 3",)
 
 
 def ending(statuses, errors):
-    """What tasks send. statuses: job id -> the status of each of its trials in turn, the last one again and again;
+    """Return how tasks end. statuses: job id -> the status of each of its trials in turn, the last one again and again;
     those of other jobs are invalid."""
     left = {job_id: list(those) for job_id, those in statuses.items()}
 

@@ -1,4 +1,4 @@
-"""What was damaged or lost: a repair puts files aside with the reason, has lost runs run again, and deletes nothing.
+"""Damaged and lost data: a repair puts files aside with the reason, has lost runs run again, and deletes nothing.
 
 After the queue was lost, or restored from an older copy, no run lands twice and none runs again.
 """

@@ -1,4 +1,4 @@
-"""What Ray stands on is killed: a process of its own, at its start, in the middle of a job or of a joined cluster.
+"""Kills what Ray stands on: a process of its own, at its start, in the middle of a job or of a joined cluster.
 
 Also a node of several on one machine, while another joins.
 
