@@ -1,14 +1,14 @@
 """`make offline PYTHON=3.12 MIB=60`: packs the source and wheels for a machine without network, in two parts.
 
-Start reading at `bundle`; `infra.offline.launch` installs the parts there. `needed_wheels` finds wheels for another
-Python than this one: it resolves their requirements, downloads with pip, and checks their tags.
+Start reading at `bundle`; `infra.offline.launch` installs the parts there. `needed_packages` has pip install for
+another Python than this one.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib.metadata
+import itertools
 import json
 import lzma
 import math
@@ -18,33 +18,36 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from email.parser import HeaderParser
+from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path
 from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from conf.cli.command_line import run
+from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
+from infra.offline.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "infra" / "offline" / "launch.py"
 CONSTRAINTS = ROOT / "constraints.txt"
-# Packages of other extras than `warehouse` and `farm` that a step uses.
-_ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
+EXTRAS = ("cli", "warehouse", "farm")  # extras of this project that every step uses
+_ALSO_NEEDED = ("prometheus-client", "pytest")  # packages of other extras that a step uses
 # Tracked files that no step reads, and files of wheels for C++ programs or machines with a network only.
 _SOURCE_LEFT_OUT = ("docs/*", "datasets/*", ".ci/*", ".github/*", "infra/grafana/*")
-_WHEELS_LEFT_OUT = (
+_PACKAGES_LEFT_OUT = (
+    "../*",
     *("pyarrow/tests/*", "pyarrow/include/*", "pyarrow/src/*", "pyarrow/*.pyx", "pyarrow/*.pxd", "pyarrow/*.pxi"),
     *("pyarrow/*flight*", "pyarrow/*substrait*", "pyarrow/_s3fs*", "pyarrow/libarrow_s3*", "pyarrow/_gcsfs*"),
     *("pyarrow/_azurefs*", "pyarrow/_pyarrow_cpp_tests*"),
@@ -55,8 +58,20 @@ _XZ = {"preset": 6, "dict_size": 32 << 20}
 PARTS = {"core": "part-1", "numpy": "part-1", "ray": "part-2"}  # archive -> part
 MACHINE = "x86_64"
 GLIBC = "2.28"
+# Torch and what each of its releases requires, without NVIDIA's libraries.
+BROUGHT_BY_TORCH = (
+    "torch",
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "markupsafe",
+    "mpmath",
+    "networkx",
+    "sympy",
+    "typing-extensions",
+)
+_ONLY_SOURCES = ("antlr4-python3-runtime==4.9.*",)  # what Hydra needs and nobody publishes as a wheel
 _PLATFORMS = (*(f"manylinux_2_{minor}_{MACHINE}" for minor in range(28, 4, -1)), f"manylinux2014_{MACHINE}")
-_NO_MATCH = re.compile(r"Could not find a version that satisfies the requirement ([A-Za-z0-9._-]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +80,11 @@ class BundleSettings(Checked):
 
     python: str | None = key(None, "the machine's release of Python, such as 3.12")
     mib: float = key(60, "largest size of a part, MiB", "number > 0")
-    present: str | tuple[str, ...] = key(
-        (),
-        "packages that the machine has besides torch's: names, or a file that `pip list --format=freeze` wrote",
-        "text | list of text",
+    present: str | None = key(
+        None, "file that `pip list --format=freeze` wrote on the machine: what it has besides torch's", "path | null"
     )
     out: str = key("build/offline", "output folder: new, or a former bundle", "new path")
     ray: bool = key(True, "whether to add Ray, in a separate part")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the arguments, make the bundle, print the content of its parts; return the exit code."""
-    name = "infra.offline.bundle:BundleSettings"
-    return run(name, lambda settings: print("\n".join(bundle(settings))), argv)
 
 
 def bundle(settings: BundleSettings) -> list[str]:
@@ -89,32 +96,35 @@ def bundle(settings: BundleSettings) -> list[str]:
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = _release(settings.python, project["requires-python"])
-    folder = Path(settings.out)
-    _check_replaceable(folder)
-    on_machine = brought_by_torch() | packages_present(settings.present)
-    source, described = tracked_files()
+    folder = Path(settings.out).absolute()
+    if folder.exists() and not (folder.is_dir() and all((part / MANIFEST).is_file() for part in folder.iterdir())):
+        raise UsageError(f"out={shown(settings.out)} is not a former bundle; name a new folder")
+    on_machine: dict[str, Version | None] = dict.fromkeys(BROUGHT_BY_TORCH)
+    if settings.present is not None:
+        on_machine |= packages_present(settings.present)
+    source = tracked_files()
     requirements = required(project)
-    work = folder.with_name(folder.name + ".gpufarm-partial")
-    shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-    work.mkdir(parents=True)
-    try:
-        downloaded: dict[str, Path] = {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        work = Path(temporary)
+        packed: set[str] = set()
         expects: set[str] = set()
         archives: dict[str, dict[str, Any]] = {}
         for name in PARTS if settings.ray else ("core", "numpy"):
-            before = set(downloaded)
-            expects |= needed_wheels(requirements[name], python, on_machine, downloaded, work / "wheels")
-            wheels = [downloaded[package] for package in sorted(downloaded.keys() - before)]
-            if name == "core" or wheels:
-                archives[name] = _archive(name, wheels, source if name == "core" else (), work / "parts" / PARTS[name])
-                _check_size(archives.values(), PARTS[name], settings.mib)
+            needed, fitting = needed_packages(requirements[name], python, on_machine, work / name)
+            packages = [needed[package] for package in sorted(needed.keys() - packed)]
+            packed |= needed.keys()
+            expects |= fitting
+            if name == "core" or packages:
+                own_source = source if name == "core" else ()
+                archives[name] = _archive(name, packages, own_source, work / "parts" / PARTS[name])
         manifest: dict[str, Any] = {
             "format": FORMAT,
-            "source": described,
+            "steps": list(STEPS),
             "python": python,
             "machine": MACHINE,
             "glibc": GLIBC,
-            "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
+            "torch": next(spec.version for spec in requirements["torch"][0].specifier if spec.operator == ">="),
             "expects": sorted(expects),
             "archives": archives,
         }
@@ -122,45 +132,39 @@ def bundle(settings: BundleSettings) -> list[str]:
         for part in (work / "parts").iterdir():
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             shutil.copyfile(LAUNCHER, part / "offline.py")
+            needed_mib = sum(file.stat().st_size for file in part.iterdir()) / 2**20
+            if needed_mib > settings.mib:
+                raise UsageError(
+                    f"mib={settings.mib:.4g} is too small: {part.name} takes {math.ceil(needed_mib)}; or leave out "
+                    "with present= what the machine has, or Ray with ray=false"
+                )
         if folder.exists():
             os.replace(folder, work / "former")
         os.replace(work / "parts", folder)
-    finally:
-        shutil.rmtree(work)
     return _table(folder, manifest, archives)
 
 
 def _release(python: str | None, required_python: str) -> str:
-    minimum = required_python.removeprefix(">=")
     if python is None or not re.fullmatch(r"\d+\.\d+", python):
         raise UsageError(f"python= must be the machine's release of Python, as 3.12, got {shown(python)}")
-    if Version(python) < Version(minimum):
-        raise UsageError(f"python= must be {minimum} or newer, got {python}")
+    if not SpecifierSet(required_python).contains(python):
+        raise UsageError(f"python= must be {required_python.removeprefix('>=')} or newer, got {python}")
     return python
 
 
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir() or any(not (entry / MANIFEST).is_file() for entry in folder.iterdir()):
-        raise UsageError(f"out={shown(str(folder))} is not a former bundle; name a new folder")
-
-
-def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
-    """Return name -> version, or None without one, for the file or names of `present=`."""
-    lines: Iterable[str] = [present] if isinstance(present, str) else present
-    if isinstance(present, str) and (os.sep in present or present.endswith(".txt") or Path(present).is_file()):
-        try:
-            lines = Path(present).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"present={shown(present)} cannot be read: {error}") from error
+def packages_present(listed: str) -> dict[str, Version | None]:
+    """Return name -> version, or None without one, for the file of `present=`."""
+    try:
+        lines = Path(listed).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"present={shown(listed)} cannot be read: {error}") from error
     versions: dict[str, Version | None] = {}
     for line in lines:
         name, _, version = line.partition(" @ ")[0].strip().partition("==")
         if not name or name.startswith(("#", "-")):
             continue
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise UsageError(f"present= has {shown(line)}; write names, or lines of `pip list --format=freeze`")
+            raise UsageError(f"present={listed} has {shown(line)}, which is no line of `pip list --format=freeze`")
         try:
             versions[canonicalize_name(name)] = Version(version) if version else None
         except InvalidVersion:  # such as Ubuntu's `distro-info==1.1build1`
@@ -168,110 +172,75 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
     return versions
 
 
-def required(project: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requirements of pyproject.toml by archive, and torch's requirement."""
-    extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
-
-    def members(extra: str) -> Iterator[Requirement]:
-        for requirement in extras[extra]:
-            if requirement.name == project["name"]:
-                for inner in requirement.extras:
-                    yield from members(inner)
-            else:
-                yield requirement
-
-    wanted = [*map(Requirement, project["dependencies"]), *members("farm")]
-    for extra, names in _ALSO_NEEDED.items():
-        wanted += [requirement for requirement in extras[extra] if canonicalize_name(requirement.name) in names]
-    alone = {requirement.name: requirement for requirement in wanted if requirement.name in ("torch", "numpy", "ray")}
-    core = [requirement for requirement in wanted if requirement.name not in alone]
-    return {"core": core, "numpy": [alone["numpy"]], "ray": [alone["ray"]], "torch": alone["torch"]}
+def required(project: Mapping[str, Any]) -> dict[str, list[Requirement]]:
+    """Return the requirements of pyproject.toml by archive, and torch's."""
+    lines = list(project["dependencies"])
+    for extra in EXTRAS:
+        lines += project["optional-dependencies"][extra]
+    wanted = [requirement for requirement in map(Requirement, lines) if requirement.name != project["name"]]
+    others = map(Requirement, itertools.chain.from_iterable(project["optional-dependencies"].values()))
+    wanted += [requirement for requirement in others if canonicalize_name(requirement.name) in _ALSO_NEEDED]
+    by_archive: dict[str, list[Requirement]] = defaultdict(list)
+    for requirement in wanted:
+        by_archive[requirement.name if requirement.name in ("torch", "numpy", "ray") else "core"].append(requirement)
+    return by_archive
 
 
-def tracked_files() -> tuple[list[str], str]:
-    """Return the tracked files that the machine needs, and git's description of their state."""
+def tracked_files() -> list[str]:
+    """Return the tracked files that the machine needs."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         raise EnvironmentProblem(f"{ROOT} is not a git checkout; the source is git's tracked files")
-    files = [
+    return [
         name
         for name in listed.stdout.split("\0")
-        if name and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _SOURCE_LEFT_OUT)
+        if (ROOT / name).is_file() and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _SOURCE_LEFT_OUT)
     ]
-    if gone := [name for name in files if not (ROOT / name).exists()]:
-        raise EnvironmentProblem(f"{gone[0]} is tracked by git but not there; restore it or remove it from git")
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return files, described.stdout.strip()
 
 
-def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> dict[str, Any]:
-    """Compress unpacked wheels, in the layout of an installer, and source files into an archive of a part.
+def _archive(name: str, packages: Sequence[Distribution], source: Sequence[str], part: Path) -> dict[str, Any]:
+    """Compress installed packages and source files into an archive of a part.
 
     Returns the archive's entry in the manifest; `packages` maps names to versions.
     """
     part.mkdir(parents=True, exist_ok=True)
     path = part / f"{name}.tar.xz"
-    site = "site" if name == "core" else f"site-{name}"
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **_XZ}]
     with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
-        for wheel in wheels:
-            with zipfile.ZipFile(wheel) as zipped:
-                for entry, place in _installed_files(zipped):
-                    member = tarfile.TarInfo(f"{site}/{place}")
-                    member.size = entry.file_size
-                    member.mode = 0o755 if entry.external_attr >> 16 & 0o111 else 0o644
-                    with zipped.open(entry) as content:
-                        archive.addfile(member, content)
-        for file in source:
-            member = archive.gettarinfo(ROOT / file, f"source/{file}")
-            member.uid = member.gid = member.mtime = 0
-            member.uname = member.gname = ""
-            with open(ROOT / file, "rb") as content:
-                archive.addfile(member, content if member.isreg() else None)
-    versions = {
-        str(package): str(version) for package, version, *_ in map(parse_wheel_filename, (w.name for w in wheels))
-    }
+        for package in packages:
+            for file in _loaded_files(package):
+                archive.add(file.locate(), f"site/{file}", filter=_without_owner)
+        for name in source:
+            archive.add(ROOT / name, f"source/{name}", filter=_without_owner)
     return {
         "part": part.name,
         "bytes": path.stat().st_size,
         "sha256": file_sha256(path),
-        "packages": versions,
+        "packages": {canonicalize_name(package.name): package.version for package in packages},
     }
 
 
-def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
-    """Return the files of a wheel that a step may load, and their installed paths."""
-    kept: list[tuple[zipfile.ZipInfo, str]] = []
-    left_out: list[tuple[zipfile.ZipInfo, str]] = []
-    for entry in wheel.infolist():
-        place = entry.filename
-        if ".data/" in place:  # a wheel's data folder; its scripts and headers are not needed
-            kind, _, place = place.partition(".data/")[2].partition("/")
-            if kind not in ("purelib", "platlib"):
-                continue
-        if not entry.is_dir():
-            matches = any(fnmatch.fnmatchcase(place, pattern) for pattern in _WHEELS_LEFT_OUT)
-            (left_out if matches else kept).append((entry, place))
+def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _loaded_files(package: Distribution) -> list[PackagePath]:
+    """Return the files of a package that a step may load; scripts are not needed."""
+    kept: list[PackagePath] = []
+    libraries: dict[str, PackagePath] = {}  # left-out ones by name
+    for file in package.files or ():
+        if not any(fnmatch.fnmatchcase(str(file), pattern) for pattern in _PACKAGES_LEFT_OUT):
+            kept.append(file)
+        elif ".so" in file.name:
+            libraries[file.name] = file
     # A kept library may load a left-out one by name: releases differ in their links.
-    libraries = {Path(place).name: (entry, place) for entry, place in left_out if ".so" in place}
-    for entry, place in kept:  # the loop extends the list
-        if libraries and ".so" in place:
-            content = wheel.read(entry)
+    for file in kept:  # the loop extends the list
+        if libraries and ".so" in file.name:
+            content = file.read_binary()
             kept += [libraries.pop(name) for name in list(libraries) if name.encode() + b"\0" in content]
     return kept
-
-
-def _check_size(archives: Iterable[Mapping[str, Any]], part: str, mib: float) -> None:
-    """Raise `UsageError` if a part is larger than `mib`."""
-    beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # the launcher, and more than a manifest takes
-    needed_mib = (beside_bytes + sum(archive["bytes"] for archive in archives if archive["part"] == part)) / 2**20
-    if needed_mib > mib:
-        raise UsageError(
-            f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or leave out with present= what the "
-            "machine has, or Ray with ray=false"
-        )
 
 
 def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -280,56 +249,29 @@ def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Map
         packages = ", ".join(f"{package} {version}" for package, version in sorted(archive["packages"].items()))
         lines.append(f"{folder / archive['part']}: {name}: {archive['bytes'] / 2**20:.1f} MiB")
         lines.append(f"    {'the source, ' if name == 'core' else ''}{packages}")
-    return [
-        *lines,
-        "On the machine:",
-        "    python3 part-1/offline.py install target=/tmp/gpufarm",
-        "    python3 part-1/offline.py collect minutes=8 results=results target=/tmp/gpufarm",
-    ]
+    return [*lines, "On the machine:", "    python3 part-1/offline.py collect minutes=8 results=results"]
 
 
-def brought_by_torch() -> dict[str, Version | None]:
-    """Return the names of torch and its requirements, recursively, as installed here, without versions."""
-    names: dict[str, Version | None] = {}
-    wanted = ["torch"]
-    while wanted:
-        name = canonicalize_name(wanted.pop())
-        if name in names:
-            continue
-        names[name] = None
-        try:
-            lines = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:  # another build of torch, or another platform
-            continue
-        wanted += [
-            requirement.name for requirement in map(Requirement, lines) if "extra" not in str(requirement.marker)
-        ]
-    return names
-
-
-def needed_wheels(
-    requirements: Iterable[Requirement],
-    python: str,
-    on_machine: Mapping[str, Version | None],
-    wheels: dict[str, Path],
-    folder: Path,
-) -> set[str]:
-    """Download a wheel for each requirement, and recursively for the wheels' requirements.
+def needed_packages(
+    requirements: Sequence[Requirement], python: str, on_machine: Mapping[str, Version | None], folder: Path
+) -> tuple[dict[str, Distribution], set[str]]:
+    """Install requirements, and what these require, for the machine into a folder.
 
     Args:
         requirements: The needed packages.
         python: The machine's release of Python, such as `3.12`.
-        on_machine: Name -> version, or None for any, of the machine's packages, which need no wheel if they fit.
-        wheels: Name -> path of its wheel; new wheels are added.
-        folder: Folder for downloaded wheels.
+        on_machine: Name -> version, or None for any, of the machine's packages, which need no other if they fit.
+        folder: A folder that does not exist.
 
     Returns:
-        Names in `on_machine` that something requires.
+        Name -> package to bring, and the names in `on_machine` that take the place of one.
 
     Raises:
-        EnvironmentProblem: The target has no wheel, or two requirements contradict each other.
+        EnvironmentProblem: There is no wheel for the machine, or requirements contradict each other.
     """
-    pins = _pins()
+    _install(requirements, python, folder)
+    installed = {canonicalize_name(package.name): package for package in distributions(path=[str(folder)])}
+    lines = itertools.chain.from_iterable(package.requires or () for package in installed.values())
     markers = {
         **{name: str(value) for name, value in default_environment().items()},
         "python_version": python,
@@ -337,86 +279,50 @@ def needed_wheels(
         "platform_machine": MACHINE,
         "extra": "",
     }
-    expected: set[str] = set()
-    wanted = list(requirements)
-    while wanted:
-        specifiers: dict[str, SpecifierSet] = {}
-        for requirement in wanted:
-            name, specifier = canonicalize_name(requirement.name), requirement.specifier
-            if requirement.marker is not None and not requirement.marker.evaluate(markers):
-                continue
-            if name in on_machine and ((version := on_machine[name]) is None or specifier.contains(version, True)):
-                expected.add(name)
-            elif name in wheels:
-                version = parse_wheel_filename(wheels[name].name)[1]
-                if not specifier.contains(version, prereleases=True):
-                    raise EnvironmentProblem(f"{name} {version} is taken, but something requires {name}{specifier}")
-            else:
-                specifiers[name] = specifiers.get(name, SpecifierSet()) & specifier
-        added = _download(specifiers, pins, python, folder)
-        wheels.update(added)
-        wanted = [requirement for path in added.values() for requirement in _requirements_of(path)]
-    return expected
-
-
-def _pins() -> dict[str, Version]:
-    lines = [line for line in CONSTRAINTS.read_text().splitlines() if line and not line.startswith("#")]
-    return {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
-
-
-def _requirements_of(wheel: Path) -> list[Requirement]:
-    with zipfile.ZipFile(wheel) as zipped:
-        (path,) = (name for name in zipped.namelist() if name.count("/") == 1 and name.endswith(".dist-info/METADATA"))
-        metadata = HeaderParser().parsestr(zipped.read(path).decode())
-    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-
-
-def _download(
-    specifiers: Mapping[str, SpecifierSet], pins: Mapping[str, Version], python: str, folder: Path
-) -> dict[str, Path]:
-    """Download a wheel for each name: the pinned release, else any that fits, else one built from sources."""
-    wanted = {
-        name: f"{name}=={pins[name]}" if name in pins and specifier.contains(pins[name]) else f"{name}{specifier}"
-        for name, specifier in specifiers.items()
+    specifiers: dict[str, SpecifierSet] = defaultdict(SpecifierSet)
+    for requirement in (*requirements, *map(Requirement, lines)):
+        if requirement.marker is None or requirement.marker.evaluate(markers):
+            specifiers[canonicalize_name(requirement.name)] &= requirement.specifier
+    # pip reads the markers of requirements for the Python that runs it.
+    if missing := sorted(specifiers.keys() - installed.keys() - on_machine.keys()):
+        raise EnvironmentProblem(f"Python {python} also needs {', '.join(missing)}; make the bundle with that Python")
+    fitting = {
+        name
+        for name in on_machine.keys() & specifiers.keys()
+        if (version := on_machine[name]) is None or specifiers[name].contains(version, prereleases=True)
     }
+    return {name: installed[name] for name in installed.keys() & specifiers.keys() - fitting}, fitting
+
+
+def _install(requirements: Sequence[Requirement], python: str, folder: Path) -> None:
+    """Install wheels and what they require into a folder, of the pinned releases if the target has them."""
+    built = folder.with_name("built")
+    _pip("wheel", "--no-deps", "--wheel-dir", built, *_ONLY_SOURCES)
     platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
-    options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
-    while wanted:
-        completed = _pip("download", "--dest", folder, *options, *wanted.values())
+    options: list[object] = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
+    options += ["--target", folder, "--no-compile", "--no-warn-conflicts", "--find-links", built]
+    for pins in (["--constraint", CONSTRAINTS], []):
+        completed = _pip("install", *options, *pins, *requirements)
         if completed.returncode == 0:
-            break
-        if "connection broken" in completed.stderr:
-            raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
-        match = _NO_MATCH.search(completed.stderr)
-        name = canonicalize_name(match[1]) if match else None
-        if name not in wanted:
-            lines = [line for line in completed.stderr.splitlines() if line.startswith("ERROR")] or [
-                completed.stderr.strip()
-            ]
-            raise EnvironmentProblem(f"pip cannot download wheels: {lines[-1]}")
-        if wanted[name] != f"{name}{specifiers[name]}":
-            wanted[name] = f"{name}{specifiers[name]}"
-        else:
-            _build_wheel(wanted.pop(name), python, folder)
-    paths = {str(parse_wheel_filename(path.name)[0]): path for path in folder.glob("*.whl")}
-    return {name: paths[name] for name in specifiers}
-
-
-def _build_wheel(requirement: str, python: str, folder: Path) -> None:
-    """Build a wheel of a project that publishes only sources; compiled code would not fit another Python."""
-    missing = f"there is no wheel of {requirement} for Python {python} on {MACHINE}"
-    before = set(folder.glob("*.whl"))
-    if _pip("wheel", "--wheel-dir", folder, requirement).returncode:
-        raise EnvironmentProblem(f"{missing}, and none can be built; choose another PYTHON=, or name it in present=")
-    (wheel,) = set(folder.glob("*.whl")) - before
-    if not wheel.name.endswith("-none-any.whl"):
-        raise EnvironmentProblem(f"{missing}, only for this machine's; choose another PYTHON=, or name it in present=")
+            return
+    if "connection broken" in completed.stderr:
+        raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
+    errors = [line for line in completed.stderr.splitlines() if line.startswith("ERROR")]
+    raise EnvironmentProblem(
+        f"there is no wheel for Python {python} on {MACHINE}: {errors[-1] if errors else completed.stderr.strip()}; "
+        "choose another PYTHON="
+    )
 
 
 def _pip(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps"]
+    words = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
     return subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True)
 
 
+def entry(settings: BundleSettings) -> None:
+    """Make the bundle and print the content of its parts."""
+    print("\n".join(bundle(settings)))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command("infra.offline.bundle:BundleSettings", entry)

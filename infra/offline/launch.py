@@ -17,11 +17,10 @@ import tarfile
 import tempfile
 from typing import Any
 
-FORMAT = 2
-STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "work")  # keys of steps that are paths, made absolute because a step runs in another folder
+FORMAT = 3
 MANIFEST = "manifest.json"
-INSTALLED = "bundle.json"  # file in the target that identifies the bundle
+INSTALLED = "bundle.json"  # file in an installed archive that identifies the bundle
+PARTIAL = "partial"  # archive in the target that is being unpacked
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
@@ -34,33 +33,33 @@ class Problem(Exception):
     """A reason to stop the command. Its message is one line that says what to change."""
 
 
-def default_target() -> str:
-    return os.path.join(tempfile.gettempdir(), "gpufarm")
-
-
 def main(argv: "list[str]") -> int:
     """Run `install` or a step, which replaces this process; return the exit code, 2 for bad input."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(USAGE.format(steps=" | ".join(STEPS), target=default_target()))
-        return 0
+    options = {"target": os.path.join(tempfile.gettempdir(), "gpufarm"), "parts": ""}
+    others = []
+    for argument in argv[1:]:
+        key, _, value = argument.partition("=")
+        if key in options and value:
+            options[key] = value
+        else:
+            others.append("results=" + os.path.abspath(value) if key == "results" and value else argument)
     try:
-        names = argv[0].split(",")
-        unknown = [name for name in names if name not in STEPS]
+        target = os.path.abspath(options["target"])
+        folders = part_folders(options["parts"])
+        manifest = read_manifest(folders[0])
+        names = argv[0].split(",") if argv else ["help"]
+        if names[0] in ("-h", "--help", "help"):
+            print(USAGE.format(steps=" | ".join(manifest["steps"]), target=target))
+            return 0
+        unknown = [name for name in names if name not in manifest["steps"]]
         if unknown and names != ["install"]:
-            raise Problem("unknown step {!r}; known: install, {}".format(unknown[0], ", ".join(STEPS)))
-        values = keyed(argv[1:])
-        target = os.path.abspath(values.pop("target", default_target()))
-        given = values.pop("parts", None)
-        if names == ["install"] and values:
-            raise Problem(f"unknown argument {sorted(values)[0]!r}; valid are target=DIR, parts=DIR,DIR")
-        for key in PATH_KEYS:
-            if key in values:
-                values[key] = os.path.abspath(values[key])
-        is_step = names != ["install"]
-        for line in install(target, part_folders(given)):
+            raise Problem("unknown step {!r}; known: install, {}".format(unknown[0], ", ".join(manifest["steps"])))
+        if unknown and others:
+            raise Problem(f"unknown argument {others[0]!r}; valid are target=DIR, parts=DIR,DIR")
+        for line in install(target, manifest, folders):
             print(line, flush=True)
-        if is_step:
-            start(target, argv[0], values)
+        if not unknown:
+            start(target, [argv[0], *others])
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -70,120 +69,81 @@ def main(argv: "list[str]") -> int:
     return 0
 
 
-def keyed(arguments: "list[str]") -> "dict[str, str]":
-    """Return KEY=VALUE arguments as a mapping of texts."""
-    values = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not (key and equals and value):
-            raise Problem(f"{argument!r} is not KEY=VALUE")
-        values[key] = value
-    return values
-
-
-def part_folders(given: "str | None") -> "list[str]":
+def part_folders(given: str) -> "list[str]":
     """Return the folders of the parts: the given ones, or this script's folder and those beside it."""
-    if given is not None:
+    if given:
         return [os.path.abspath(folder) for folder in given.split(",")]
     own_folder = os.path.dirname(os.path.abspath(__file__))
     beside = os.path.dirname(own_folder)
-    others = [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
-    return [own_folder] + [
-        folder for folder in others if folder != own_folder and os.path.exists(os.path.join(folder, MANIFEST))
-    ]
+    return [own_folder] + [os.path.join(beside, name) for name in sorted(os.listdir(beside))]
 
 
-def read_manifest(folders: "list[str]") -> "dict[str, Any]":
-    """Return the manifest; every part has a copy of it."""
-    manifest = {}  # type: dict[str, Any]
-    for folder in folders:
-        path = os.path.join(folder, MANIFEST)
-        try:
-            with open(path, encoding="utf-8") as file:
-                own_manifest = json.load(file)
-            bundle = own_manifest["bundle"]
-            if own_manifest["format"] != FORMAT:
-                raise ValueError("another format")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
-        if manifest and bundle != manifest["bundle"]:
-            raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
-        manifest = own_manifest
+def read_manifest(part: str) -> "dict[str, Any]":
+    """Return the manifest of a part; every part of a bundle has the same."""
+    try:
+        with open(os.path.join(part, MANIFEST), encoding="utf-8") as file:
+            manifest = json.load(file)  # type: dict[str, Any]
+        if manifest["format"] != FORMAT:
+            raise ValueError("another format")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{part} is not part of an offline bundle: {MANIFEST}: {error}") from error
     return manifest
 
 
-def install(target: str, folders: "list[str]") -> "list[str]":
+def install(target: str, manifest: "dict[str, Any]", folders: "list[str]") -> "list[str]":
     """Check everything, then unpack missing archives into the target; return lines to print.
 
-    The target appears whole or not at all.
+    An archive appears in the target whole or not at all.
     """
-    manifest = read_manifest(folders)
-    installed = installed_bundle(target)
-    if installed not in (None, manifest["bundle"]):
-        raise Problem(f"{target} holds another bundle; name another folder with target=")
+    check_target(target, manifest)
     check_machine(manifest)
     archives = {
-        name: archive for name, archive in manifest["archives"].items() if not os.path.isdir(unpacked_at(target, name))
+        name: archive
+        for name, archive in manifest["archives"].items()
+        if not os.path.isdir(os.path.join(target, name)) and not (name == "numpy" and on_machine(name))
     }
     if not archives:
         return [f"{target} holds all of the bundle"]
-    if installed is None:
+    if "core" in archives:
         check_torch(manifest)
-    if "numpy" in archives and on_machine("numpy"):
-        del archives["numpy"]
     paths = {}
     for name, archive in archives.items():
         candidates = [os.path.join(folder, name + ".tar.xz") for folder in folders]
         here = [path for path in candidates if os.path.exists(path)]
         if here:
             paths[name] = here[0]
-            check_archive(here[0], archive)
+            if file_sha256(here[0]) != archive["sha256"]:
+                raise Problem(
+                    f"{here[0]} is damaged or of another bundle: its SHA-256 is not the manifest's; copy "
+                    f"{archive['part']} again"
+                )
         elif name in NEEDED:
             raise Problem(f"{archive['part']} is missing; it holds {NEEDED[name]}; name its folder with parts=")
 
     lines = []
-    stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
-    shutil.rmtree(stage, ignore_errors=True)
+    stage = os.path.join(target, PARTIAL)
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # type: dict[str, Any]
     for name, path in paths.items():
+        shutil.rmtree(stage, ignore_errors=True)
         with tarfile.open(path, "r:xz") as content:
             content.extractall(stage, **options)
+        with open(os.path.join(stage, INSTALLED), "w", encoding="utf-8") as file:
+            json.dump({"bundle": manifest["bundle"]}, file)
+        os.rename(stage, os.path.join(target, name))
         packages = sorted(archives[name]["packages"].items())
         lines.append(f"installed {name}: " + ", ".join(f"{package} {version}" for package, version in packages))
-    if installed is None:
-        with open(os.path.join(stage, INSTALLED), "w", encoding="utf-8") as file:
-            json.dump({"bundle": manifest["bundle"], "source": manifest["source"]}, file)
-        os.rename(stage, target)
-    elif paths:
-        for name in paths:
-            os.rename(unpacked_at(stage, name), unpacked_at(target, name))
-        shutil.rmtree(stage)
     return lines
 
 
-def installed_bundle(target: str) -> "str | None":
-    """Return the identity of the bundle in the target; None if the target is empty or missing."""
-    try:
-        with open(os.path.join(target, INSTALLED), encoding="utf-8") as file:
-            return str(json.load(file)["bundle"])
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError) as error:
-        raise Problem(f"{target} cannot be used as target: {error}") from error
-    if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
+def check_target(target: str, manifest: "dict[str, Any]") -> None:
+    """Raise `Problem` if the target holds another bundle or other files."""
+    installed = os.path.join(target, "core", INSTALLED)
+    if os.path.exists(installed):
+        with open(installed, encoding="utf-8") as file:
+            if json.load(file)["bundle"] != manifest["bundle"]:
+                raise Problem(f"{target} holds another bundle; name another folder with target=")
+    elif os.path.exists(target) and not set(os.listdir(target)) <= {PARTIAL}:
         raise Problem(f"{target} is not empty and holds no install; name another folder with target=")
-    return None
-
-
-def unpacked_at(target: str, archive: str) -> str:
-    """Return the folder that an installed archive has."""
-    return os.path.join(target, "site" if archive == "core" else "site-" + archive)
-
-
-def check_archive(path: str, archive: "dict[str, Any]") -> None:
-    if os.path.getsize(path) != archive["bytes"] or file_sha256(path) != archive["sha256"]:
-        part = archive["part"]
-        raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
 
 
 def file_sha256(path: "str | os.PathLike[str]") -> str:
@@ -193,25 +153,35 @@ def file_sha256(path: "str | os.PathLike[str]") -> str:
 
 def check_machine(manifest: "dict[str, Any]") -> None:
     """Raise `Problem` if the bundle was made for another machine or Python. Called every time."""
-    machine, python = manifest["machine"], manifest["python"]
-    if platform.system() != "Linux" or platform.machine() != machine:
-        raise Problem(f"the bundle is for Linux on {machine}; this is {platform.system()} on {platform.machine()}")
     version = ".".join(map(str, sys.version_info[:2]))
-    if sys.implementation.name != "cpython" or version != python:
-        raise Problem(
-            f"the bundle is for CPython {python}; this is {sys.implementation.name} {version}: start offline.py "
-            f"with python{python}, or make a bundle with PYTHON={version}"
-        )
     libc, libc_version = platform.libc_ver()
-    if libc != "glibc" or numbers(libc_version) < numbers(manifest["glibc"]):
-        name = libc or "another C library"
-        raise Problem(f"the wheels need glibc {manifest['glibc']} or newer; this machine has {name} {libc_version}")
-    try:
-        import lzma  # noqa: F401  (a Python that was built without it has no such module)
-    except ImportError as error:
-        raise Problem(f"{sys.executable} has no module lzma; start offline.py with a Python that has it") from error
-    if importlib.util.find_spec("torch") is None:
-        raise Problem(f"{sys.executable} has no torch; start offline.py with the Python that has it")
+    requirements = [
+        (
+            platform.system() == "Linux" and platform.machine() == manifest["machine"],
+            f"the bundle is for Linux on {manifest['machine']}; this is {platform.system()} on {platform.machine()}",
+        ),
+        (
+            sys.implementation.name == "cpython" and version == manifest["python"],
+            f"the bundle is for CPython {manifest['python']}; this is {sys.implementation.name} {version}: start "
+            f"offline.py with python{manifest['python']}, or make a bundle with PYTHON={version}",
+        ),
+        (
+            libc == "glibc" and numbers(libc_version) >= numbers(manifest["glibc"]),
+            f"the wheels need glibc {manifest['glibc']} or newer; this machine has {libc or 'another C library'} "
+            f"{libc_version}",
+        ),
+        (
+            importlib.util.find_spec("_lzma") is not None,
+            f"{sys.executable} has no module lzma; start offline.py with a Python that has it",
+        ),
+        (
+            importlib.util.find_spec("torch") is not None,
+            f"{sys.executable} has no torch; start offline.py with the Python that has it",
+        ),
+    ]
+    for is_met, problem in requirements:
+        if not is_met:
+            raise Problem(problem)
     missing = ", ".join(name for name in manifest["expects"] if not on_machine(name))
     if missing:
         raise Problem(
@@ -238,7 +208,7 @@ def numbers(version: str) -> "tuple[int, ...]":
 
 
 def on_machine(distribution: str) -> bool:
-    from importlib import metadata
+    from importlib import metadata  # which Pythons that `check_machine` refuses may lack
 
     try:
         metadata.version(distribution)
@@ -247,17 +217,16 @@ def on_machine(distribution: str) -> bool:
     return True
 
 
-def start(target: str, step: str, values: "dict[str, str]") -> None:
+def start(target: str, arguments: "list[str]") -> None:
     """Replace this process by the step, so that it gets signals and sets the exit code."""
-    folders = [unpacked_at(target, name) for name in ("core", "numpy", "ray")]
-    paths = [folder for folder in folders if os.path.isdir(folder)] + [os.path.join(target, "source")]
+    sites = [os.path.join(target, name, "site") for name in ("core", "numpy", "ray")]
+    paths = [*filter(os.path.isdir, sites), os.path.join(target, "core", "source")]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1")
     os.chdir(target)
-    arguments = ["{}={}".format(*item) for item in values.items()]
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "infra.offline.steps", step, *arguments], environment)
+    os.execve(sys.executable, [sys.executable, "-m", "infra.offline.steps", *arguments], environment)
 
 
 if __name__ == "__main__":

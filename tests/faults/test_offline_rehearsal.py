@@ -21,7 +21,6 @@ import pytest
 from conf.errors import EnvironmentProblem
 from infra.offline import bundle as bundles
 from infra.offline import results
-from infra.offline.bundle import brought_by_torch
 from tests.warehouse.warehouse_rows import ask
 
 pytestmark = pytest.mark.slow
@@ -47,7 +46,7 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("python")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python3*/site-packages")
-    for name in brought_by_torch() | {"numpy": None}:
+    for name in (*bundles.BROUGHT_BY_TORCH, "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             distribution = importlib.metadata.distribution(name)
             for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__", "bin"}:
