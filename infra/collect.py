@@ -11,14 +11,13 @@ import dataclasses
 import importlib.util
 import io
 import math
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, run
+from conf.cli.command_line import EXIT_INTERRUPTED, command
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
@@ -287,14 +286,10 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str]) -> int:
+def entry(settings: CollectSettings) -> int:
     """Measure; return 130 if interrupted before all was done, 0 when the minutes ran out."""
-
-    def collected(settings: CollectSettings) -> int:
-        return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
-
-    return run("infra.collect:CollectSettings", collected, argv)
+    return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command("infra.collect:CollectSettings", entry)
