@@ -1,22 +1,20 @@
 """`make offline-page RESULTS=DIR`: a page on a lent machine's measurements, refit advice, and rows for the data set.
 
-Start reading at `SECTIONS`, then at `make_page`. A section yields its blocks, and a `Finding` for each figure that is
-too far off and needs a refit.
+Start reading at `make_page`. `infra.offline.sections` has the page's sections, each with a `Finding` for each figure
+that is too far off and needs a refit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conf.cli.command_line import StepBar, run
+from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
-from conf.errors import CommandError, UsageError
+from conf.errors import UsageError
 from conf.files.outputs import write_output
 from conf.plain_text import count_of, exception_line
 from conf.reports.blocks import (
@@ -24,7 +22,6 @@ from conf.reports.blocks import (
     Bullets,
     Callout,
     Lead,
-    Level,
     Outcome,
     Page,
     Preformatted,
@@ -32,32 +29,16 @@ from conf.reports.blocks import (
     page_bytes,
     print_page,
 )
-from infra.offline import probe_sections, run_sections
-from infra.offline.estimated_runs import RULES, Absent, Finding, Part, Results, read_results, work_folder
-from infra.offline.results import TESTS, outcomes_of
+from infra.offline.estimated_runs import RULES, Absent, Results, read_results
+from infra.offline.results import CALLS, DATA, LOG, PROBES, SUMMARY, outcomes_of, slices_of, unpack
+from infra.offline.sections import SECTIONS, Finding
 from warehouse.exchange.exporting import ExportSettings, export
 
 PAGE = "page.html"
 _OF_KIND = {
-    "measured": "",
     "cpu": "Measured on a CPU, as a rehearsal: no figure here is of a GPU, and estimates are for another device.",
     "simulated": "Simulated: runs and estimates come from the same model, so their agreement shows nothing.",
     "none": "The results hold no runs, and nothing in them names a device.",
-}
-SECTIONS: Mapping[str, tuple[str, Callable[[Results], Iterator[Part]]]] = {
-    "Memory": ("Memory", run_sections.memory),
-    "Activity": ("Step time and GPU activity", run_sections.activity),
-    "Energy": ("Power and energy", run_sections.energy),
-    "Corrected": ("Packaged corrected models beside the trace", run_sections.corrected_models),
-    "Blocks": ("Allocator, block by block", probe_sections.histories),
-    "Contexts": ("Memory outside the allocator", probe_sections.contexts),
-    "Workspaces": ("Workspaces of single operators", probe_sections.workspaces),
-    "Protocols": ("Runs per GPU-hour, and how labels repeat", run_sections.protocols),
-    "Kernels": ("Kernels beside the kernel model", run_sections.kernels),
-    "Pairs": ("Jobs that share the GPU", run_sections.pairs),
-    "Ranks": ("Jobs on several GPUs", run_sections.ranks),
-    "Questions": ("Open questions", probe_sections.questions),
-    "Tests": ("Tests on the machine", probe_sections.tests),
 }
 
 
@@ -73,86 +54,86 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
     try:
         return export(ExportSettings(out=datasets, data=str(results.data), source=results.kind)).lines()
     except Exception as error:  # the page is useful without the export
-        text = str(error) if isinstance(error, (CommandError, Absent)) else exception_line(error)
-        return [f"nothing is exported: {text}"]
+        return [f"nothing is exported: {exception_line(error)}"]
 
 
 def make_page(results: Results, datasets: str | None) -> Page:
     """Return the page: refits and the data set, then `SECTIONS`. Export the rows last."""
     sections: list[Section] = []
     absent: list[str] = []
+    damaged: list[str] = []
     findings: dict[str, list[str]] = defaultdict(list)
-    is_judged = not results.problem and results.device is not None
     for name, (title, parts_of) in SECTIONS.items():
         blocks: list[Block] = []
         try:
             for part in parts_of(results):
-                if not isinstance(part, Finding):
-                    blocks.append(part)
-                elif results.kind == "measured":
+                if isinstance(part, Finding):
                     findings[part.command].append(part.text)
+                else:
+                    blocks.append(part)
         except Absent as reason:
             absent.append(f"{name}: {reason}")
             blocks.append(Lead(str(reason)))
         except Exception as error:  # results cannot be measured again: a damaged file must not hide the others
-            problem = f"cannot be shown: {exception_line(error)}"
-            absent.append(f"{name}: {problem}")
-            blocks.append(Callout(f"This section {problem}", "bad"))
-            is_judged = False
+            damaged.append(f"{name}: cannot be shown: {exception_line(error)}")
+            blocks.append(Callout(damaged[-1], "bad"))
         sections.append(Section(name.lower(), title, tuple(blocks), name))
+    if results.kind != "measured":
+        findings.clear()
     first = (
         Section("refit", "What to refit", _refit_blocks(results, findings), "Refit"),
         Section("datasets", "Rows for the data set", (Bullets(tuple(export_rows(results, datasets))),), "Data set"),
     )
     return Page(
         title=f"Measured on {results.device_name or 'an unknown device'}",
-        head=_head(results, sum(map(len, findings.values())), absent, is_judged=is_judged),
+        head=_head(results, sum(map(len, findings.values())), absent, damaged),
         sections=(*first, *sections),
     )
 
 
-def summary(page: Page) -> Page:
+def short(page: Page) -> Page:
     """Return the part of a page for the terminal: its head, the refits, and the export."""
     return replace(page, sections=page.sections[:2])
 
 
-def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
-    runs, warning = results.runs.traced, _OF_KIND[results.kind]
-    outcomes = None
-    with contextlib.suppress(Exception):  # the section on tests reports it
-        outcomes = outcomes_of(results.work / TESTS)
-    is_tested = outcomes is None or not (outcomes.counts["failed"] or outcomes.not_run)
-    level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
-    statuses = Counter(run["status"] for run in runs)
-    versions = [
-        f"{name} {version}"
-        for name in ("torch", "driver")
-        for version in sorted({str(run[f"{name}_version"]) for run in runs if run[f"{name}_version"]})
-    ]
+def _head(results: Results, finding_count: int, absent: Sequence[str], damaged: Sequence[str]) -> tuple[Block, ...]:
+    traced = {row["run_id"]: row for row in results.estimates}.values()
+    statuses = Counter(run["status"] for run in traced)
+    tests = Counter(outcome.lower() for outcome, _ in outcomes_of(results.work / LOG).values())
+    versions = {
+        f"{name} {run[f'{name}_version']}" for name in ("torch", "driver") for run in traced if run[f"{name}_version"]
+    }
     leads = {
         "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
-        "versions": ", ".join(versions),
-        "tests": "" if outcomes is None else str(outcomes),
+        "versions": ", ".join(sorted(versions)),
+        "tests": ", ".join(f"{count} {outcome}" for outcome, count in tests.most_common()),
     }
-    left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.runs.left_out.items()]
+    warnings = [_OF_KIND[results.kind]] if results.kind in _OF_KIND else []
+    warnings += [f"Runs cannot be read: {results.problem}"] if results.problem else []
+    left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.left_out.items()]
+    is_odd = warnings or damaged or results.device is None or tests["failed"] or tests["error"]
+    device = f"no device description matches {results.device_name}" if results.device_name else "no GPU is named"
     return (
-        *((Callout(warning, "bad"),) if warning else ()),
-        *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
-        Outcome(level, f"{finding_count} to refit", results.device_text),
+        *(Callout(warning, "bad") for warning in warnings),
+        Outcome(
+            "look" if finding_count or is_odd else "good",
+            f"{finding_count} to refit",
+            device if results.device is None else f"estimates for {results.device.name}",
+        ),
         Lead("; ".join(f"{name}: {text}" for name, text in leads.items() if text)),
-        *((Bullets((*left_out, *absent)),) if left_out or absent else ()),
+        Bullets((*left_out, *absent, *damaged)),
     )
 
 
-def _refit_blocks(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
+def _refit_blocks(results: Results, findings: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
     if results.kind != "measured":
         return (Lead("Refit rules apply to runs measured on a GPU only."),)
     blocks: list[Block] = [Lead(RULES)]
-    if not to_refit:
+    if not findings:
         blocks.append(Lead("No figure exceeds these limits."))
-    for command, findings in to_refit.items():
-        no_command = Lead("No command refits this; it needs a change in code or in a device description.")
-        blocks += [Bullets(tuple(findings)), Preformatted(command) if command else no_command]
+    no_command = Lead("No command refits this; it needs a change in code or in a device description.")
+    for refit, texts in findings.items():
+        blocks += [Bullets(tuple(texts)), Preformatted(refit) if refit else no_command]
     return tuple(blocks)
 
 
@@ -167,25 +148,25 @@ class PageSettings(Checked):
 
 def entry(settings: PageSettings) -> None:
     """Make the page and print its summary. Raises `UsageError`."""
-    results, out = Path(settings.results), Path(settings.out).absolute()
-    if not results.is_dir():
-        raise UsageError(f"results={results} is not a folder")
+    results, out = Path(settings.results).absolute(), Path(settings.out).absolute()
     if out.exists() and not out.is_dir():
         raise UsageError(f"out={out} is a file, not a folder")
-    work = work_folder(results.absolute(), out)
+    work = results  # a work folder as it is, or results, whose archive is unpacked once
+    if not any((results / name).exists() for name in (DATA, PROBES, CALLS)):
+        slices = slices_of(results)
+        if not slices:
+            raise UsageError(f"{results} holds no results of a lent machine: there is no {SUMMARY}")
+        work = out / f"work-{slices[0].stem}"
+        if not work.exists():
+            unpack(slices, work)
     with StepBar("estimates") as bar:
         of_work = read_results(work, functools.partial(bar.update, ""))
     page = make_page(of_work, settings.datasets)
     out.mkdir(parents=True, exist_ok=True)
     write_output(out / PAGE, page_bytes(page))
-    print_page(summary(page))
+    print_page(short(page))
     print(f"page: {out / PAGE}")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Parse the arguments and make the page; return the exit code."""
-    return run("infra.offline.page:PageSettings", entry, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command("infra.offline.page:PageSettings", entry)

@@ -118,7 +118,7 @@ class Machine:
     def runs(self):
         """Unpack the results at home, and return when each run began."""
         home = self.folder / f"home-{self.calls}"
-        results.unpack(results.newest(self.results), home)
+        results.unpack(results.slices_of(self.results), home)
         rows = ask(home / results.DATA, "SELECT run_id, started_at FROM runs")
         assert len(dict(rows)) == len(rows), "a run is there twice"
         return dict(rows)

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UsageError
 from infra.offline.block_comparison import compare_blocks
-from infra.offline.probe_sections import comparisons_of, histories
+from infra.offline.sections import histories
 from tests.infra.lent_results import plant
 from tests.planted_histories import CNN, planted_history
 
@@ -19,14 +19,14 @@ def test_a_history_that_is_as_traced_has_no_difference():
     same = compare_blocks(planted_history())
     assert (same.verdict, same.allocator_difference, set(same.gap_bytes.values())) == ("none", None, {0})
     assert not same.at_peak.only_measured and not same.at_peak.only_traced
-    assert same.measured_reserved_bytes == same.replayed_reserved_bytes == same.traced_reserved_bytes
-    measured, traced = (np.array(curve) for curve in (same.measured_curve, same.traced_curve))
+    assert same.measured.reserved_bytes == same.replayed_reserved_bytes == same.traced.reserved_bytes
+    measured, traced = (np.array(side.curve) for side in (same.measured, same.traced))
     assert measured[:, 0].max() == traced[:, 0].max() and set(measured[:, 1]) == set(traced[:, 1])
 
 
 def test_larger_workspaces_are_found_and_named():
     larger = compare_blocks(planted_history(scale_workspace=3))
-    (measured,), (traced,) = larger.at_peak.only_measured, larger.at_peak.only_traced
+    ((measured, _),), ((traced, _),) = larger.at_peak.only_measured.items(), larger.at_peak.only_traced.items()
     assert traced.is_workspace and traced.where.startswith("workspace conv_backward_")
     assert (larger.verdict, measured.nbytes) == ("workspaces", 3 * traced.nbytes)
     assert larger.gap_bytes["workspaces"] == 2 * traced.nbytes
@@ -52,7 +52,7 @@ def test_blocks_that_the_trace_does_not_have_are_requests():
 
     more = compare_blocks(planted_history(change=hold_more))
     assert (more.verdict, more.gap_bytes["requests"]) == ("requests", 100 * MIB)
-    assert [(block.nbytes, block.count) for block in more.at_peak.only_measured] == [(50 * MIB, 2)]
+    assert [(kind.nbytes, count) for kind, count in more.at_peak.only_measured.items()] == [(50 * MIB, 2)]
     assert not more.in_step.only_measured  # they were requested before it
 
 
@@ -93,37 +93,31 @@ def test_a_gpu_without_a_description_is_asked_for():
 # ---- the page's section
 
 
-@pytest.fixture
-def folder(tmp_path):
-    plant(tmp_path / "probes" / "histories", "good", [planted_history()])
-    return tmp_path / "probes" / "histories"
+def shown(work):
+    """The text of the page's section on the histories in a work folder."""
+    return str([*histories(SimpleNamespace(work=work))])
 
 
-def test_a_history_that_cannot_be_compared_costs_itself_alone(folder, tmp_path):
-    history = planted_history()
+def test_a_history_that_cannot_be_compared_has_its_reason_and_costs_itself_alone(tmp_path):
+    folder, history = tmp_path / "probes" / "histories", planted_history()
+    plant(folder, "good", [history])
     plant(folder, "odd", [{**history, "config": [1]}])
     plant(folder, "cut", [{**history, "trace": history["trace"][-1:]}])
-    compared, failed = comparisons_of(tmp_path)
-    assert [(one.name, one.verdict) for one in compared] == [("good", "none")]
-    assert failed.keys() == {"odd", "cut"} and failed["cut"].startswith("history 'cut'")
-
-
-def test_a_job_without_a_history_and_a_damaged_file_have_their_reasons_and_cost_no_comparison(folder, tmp_path):
     plant(folder, "out", [], "CUDA out of memory")
     plant(folder, "former", [{"trace": []}])
     (folder / "torn.json.xz").write_bytes(b"no xz")
-    compared, failed = comparisons_of(tmp_path)
-    reasons = {
-        "out": "CUDA out of memory",
-        "former": "history former is incomplete: missing config, conf",
-        "torn": "torn.json.xz cannot be read",
-    }
-    assert len(compared) == 1 and failed.keys() == reasons.keys() and failed["out"] == reasons["out"]
-    assert [name for name, reason in reasons.items() if not failed[name].startswith(reason)] == []
+    text = shown(tmp_path)
+    reasons = (
+        "Not compared: odd: ",
+        "Not compared: cut: history 'cut'",
+        "Not compared: out: CUDA out of memory",
+        "Not compared: former: history former is incomplete: missing config, conf",
+        "Not compared: torn: torn.json.xz cannot be read",
+    )
+    assert "1 job recorded; verdicts: none 1." in text and [words for words in reasons if words not in text] == []
 
 
 def test_a_recording_that_was_cut_off_is_compared_and_says_why(tmp_path):
     plant(tmp_path / "probes" / "histories", "short", [planted_history()], cut_off="it took more than 60 s")
-    compared, failed = comparisons_of(tmp_path)
-    assert not failed and [one.cut_off for one in compared] == ["it took more than 60 s"]
-    assert "Recorded in part: it took more than 60 s." in str([*histories(SimpleNamespace(work=tmp_path))])
+    text = shown(tmp_path)
+    assert "verdicts: none 1." in text and "Recorded in part: it took more than 60 s." in text

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from conf.cli.command_line import run
 from conf.reports.blocks import print_page, render_page
 from featurize.families import cnn, mlp
 from infra.offline import page
-from infra.offline.estimated_runs import (
-    estimated_runs,
-    read_results,
-)
-from infra.offline.page import export_rows, make_page, summary
-from infra.offline.results import Series, pack
+from infra.offline.estimated_runs import read_results
+from infra.offline.page import export_rows, make_page, short
+from infra.offline.results import pack, slices_of
 from tests.infra.lent_results import (
     CONTEXT_MIB,
     DEVICE,
@@ -39,7 +37,7 @@ CONFIGS = [
 
 def made(capsys, *arguments):
     """Exit code, and what was printed on both streams."""
-    code = page.main(arguments)
+    code = run("infra.offline.page:PageSettings", page.entry, arguments)
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -54,6 +52,7 @@ def planted(tmp_path_factory):
 def probed(planted, tmp_path):
     """A work folder with the planted probes, and no runs."""
     shutil.copytree(planted / "probes", tmp_path / "work" / "probes")
+    shutil.copy(planted / "calls.jsonl", tmp_path / "work")
     return tmp_path / "work"
 
 
@@ -65,7 +64,7 @@ def of_planted(planted):
 def in_terminal(made_page):
     """Return what the terminal shows of a page."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print_page(summary(made_page))
+        print_page(short(made_page))
     return printed.getvalue()
 
 
@@ -86,16 +85,15 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "2 jobs recorded",
         "workspaces 1",
         "conv2d forward",
-        "by CUPTI",
-        "aten::addmm 7",
+        "cupti aten::addmm 7",
         "float32 mm takes 1.500 ms, the same without TF32",
         "GPM is not supported",
-        "test_skipped: one GPU",
+        "40 passed, 1 skipped",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
         "mps 2 3.00",
-        "ddp=2 1",
+        "ddp=2 process memory, MiB 1",
     )
     assert [words for words in everything if words not in text] == []
     assert "cannot be shown" not in text and "have no" not in printed and html.count("<svg") > 7
@@ -105,7 +103,7 @@ def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
     causes = of_planted.rows("SELECT tensors, allocator, context FROM causes")
     assert causes == [pytest.approx((0, 0, -CONTEXT_MIB), abs=0.01)] * 8
     ((allocated, step_time),) = of_planted.rows(
-        "SELECT max(abs(allocated_error)), median(step_time_error) FROM solo WHERE estimator = 'trace'"
+        "SELECT max(abs(error)) FILTER (figure = 'allocated'), median(error) FILTER (figure = 'step_time') FROM traced"
     )
     assert allocated == pytest.approx(0, abs=1e-6) and step_time == pytest.approx(1 / SHIFTS["step_time_ms"] - 1)
 
@@ -138,17 +136,11 @@ def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(o
     assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
-def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
-    work = tmp_path / "work"
-    work.mkdir()
-    for recorded, line in (
-        ({"passed": 40, "failed": "no samples"}, "tests: 40 passed, 1 failed, 0 skipped\n"),
-        ({"passed": 0, "selected": 3}, "tests: 0 passed, 0 failed, 0 skipped, 3 not run\n"),
-    ):
-        record_tests(work, **recorded)
-        made_page = make_page(read_results(work), None)
-        assert line in in_terminal(made_page)
-    assert "The tests did not end" in ParsedPage(render_page(made_page)).text
+def test_tests_that_failed_are_in_the_summary(tmp_path):
+    record_tests(tmp_path, passed=40, failed=1)
+    made_page = make_page(read_results(tmp_path), None)
+    assert "tests: 40 passed, 1 failed\n" in in_terminal(made_page)
+    assert "tests/gpu/test_cuda.py::test_failed_0 failed" in ParsedPage(render_page(made_page)).text
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
@@ -162,7 +154,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     (probed / "probes" / "contexts" / "context lazy.json.xz").write_text('[{"name": "context')
     plant(probed / "probes" / "questions", "tf32_under_half", [{"ms": 1.5}])
     code, printed, _ = made(capsys, f"results={probed}", f"out={tmp_path / 'out'}")
-    lines = ("Memory: The results hold no runs", "Questions: cannot be shown", "no runs, so nothing")
+    lines = ("Memory: The results have no data folder", "Questions: cannot be shown", "no runs, so nothing")
     lines += ("Kernels: The results have no data folder",)
     assert (code, [line for line in lines if line not in printed]) == (0, [])
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
@@ -193,7 +185,7 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
         "not mea": {"source": "simulated", "device_uuid": None},
     }
     RunWriter(data).write_batch([run_row(k, **known | change) for k, change in enumerate(changes.values())])
-    without = estimated_runs(data.root)
+    without = read_results(tmp_path)
     assert not without.estimates and sum(without.left_out.values()) == 6
     assert [words for words in changes if words not in " | ".join(without.left_out)] == []
     exported = "\n".join(export_rows(read_results(tmp_path), str(tmp_path / "sets")))
@@ -201,24 +193,27 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
 
 
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
-    out = tmp_path / "out"
-    for name in ("work", "other"):
-        Series.begun(tmp_path / name)
-        (tmp_path / f"results of {name}").mkdir()
-        shutil.copy(planted / "tests.jsonl", tmp_path / name)
-        pack(tmp_path / name, tmp_path / f"results of {name}", {})
-    for _ in range(2):
-        code, printed, _ = made(capsys, f"results={tmp_path}/results of work", f"out={out}")
-        assert code == 0 and "Tests:" not in printed and (out / "work-1" / "tests.jsonl").is_file()
-    code, _, error = made(capsys, f"results={tmp_path}/results of other", f"out={out}")
-    assert code == 2 and "name another out=" in error
+    out, folder = tmp_path / "out", tmp_path / "results"
+    work = tmp_path / "work"
+    work.mkdir()
+    folder.mkdir()
+    record_tests(work, passed=1)
+    for number in range(2):
+        (work / "number.txt").write_text(f"call {number}")
+        pack(work, folder, {})
+        for _ in range(2):
+            code, printed, _ = made(capsys, f"results={folder}", f"out={out}")
+            assert code == 0 and "Tests:" not in printed
+        unpacked = out / f"work-{slices_of(folder)[0].stem}"
+        assert (unpacked / "number.txt").read_text() == f"call {number}"
+    assert len(list(out.glob("work-*"))) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "missing results=..."),
-        (["results={empty}/none", "out={made}/out"], "is not a folder"),
+        (["results={empty}/none", "out={made}/out"], "holds no results"),
         (["results={empty}", "out={made}/out"], "holds no results"),
         (["results={empty}", "out={made}/file"], "is a file, not a folder"),
         (["folder=x"], "unknown key 'folder'; valid keys: results, out, datasets"),

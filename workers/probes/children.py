@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import local_server
-from conf.cli.command_line import run
+from conf.cli.command_line import EXIT_TEMPORARY, run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import json_lines, write_file
@@ -46,8 +46,8 @@ _MOST_BYTES = 256 * MIB  # of a file, unpacked
 _SUFFIX = ".json.xz"
 DEVICES = ("cuda", "cpu")
 PROBES = {name: f"workers.probes.{name}:measure" for name in ("contexts", "workspaces", "questions", "histories")}
-EXIT_LEFT = 3  # something was not measured: no time was left, or it failed
-EXIT_NOT_HERE = 4  # nothing can be measured on this machine
+EXIT_LEFT = EXIT_TEMPORARY  # something was not measured: no time was left, or it failed
+EXIT_NOT_HERE = 69  # EX_UNAVAILABLE: nothing can be measured on this machine
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 Row = dict[str, Any]
