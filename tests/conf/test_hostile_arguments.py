@@ -588,14 +588,11 @@ RIGHT = [
 ]
 
 
-def value_at(values: dict, key: str) -> object:
-    return functools.reduce(operator.getitem, key.split("."), values)
-
-
 @pytest.mark.parametrize("name", sorted({name for name, *_ in RIGHT} - {"diff"}))  # it has a spelling of its own
 def test_an_odd_spelling_that_is_right_is_read(name):
     for arguments, key, value in [row[1:] for row in RIGHT if row[0] == name]:
-        assert value_at(plain_values(load_config(settings_class(name), arguments)), key) == value
+        values = plain_values(load_config(settings_class(name), arguments))
+        assert functools.reduce(operator.getitem, key.split("."), values) == value
 
 
 @pytest.mark.spread(3)

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from conf.files.identity import alive, identity
-from conf.files.outputs import own_folder
+from conf.files.outputs import open_own_file, own_folder
 
 
 def opened(path, private=True):
@@ -17,6 +19,17 @@ def test_a_folder_that_others_may_look_into_is_this_users_but_not_private(place)
     assert opened(place)
     place.chmod(0o750)
     assert not opened(place) and opened(place, private=False)
+
+
+def test_a_file_is_private_if_only_this_user_writes_to_it(place):
+    (place / "file").touch()
+    (place / "file").chmod(0o664)
+    with own_folder(place, private=True) as folder:
+        os.close(open_own_file(folder, "file"))
+        with pytest.raises(PermissionError):
+            open_own_file(folder, "file", private=True)
+        os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
+    assert (place / "new").stat().st_mode & 0o777 == 0o600
 
 
 NAMES_ITSELF = (

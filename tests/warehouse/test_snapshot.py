@@ -142,7 +142,7 @@ def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, mon
     assert rows(folder, snapshot=copied.name) == rows(folder)
 
 
-def test_names_are_days_and_one_that_is_taken_or_unknown_is_told(folder):
+def test_names_are_days_and_one_that_is_taken_is_told(folder):
     first, second, third = (take_snapshot(folder).name for _ in range(3))
     assert (second, third) == (f"{first}.2", f"{first}.3") and len(first) == len("2026-11-20")
     assert snapshot_names(folder) == [first, second, third]
@@ -151,8 +151,6 @@ def test_names_are_days_and_one_that_is_taken_or_unknown_is_told(folder):
     for bad in ("now", "../x", ""):
         with pytest.raises(UsageError, match="name"):
             take_snapshot(folder, bad)
-    with pytest.raises(UsageError, match=f"unknown snapshot 'other'; known: {first}, {first}.2"):
-        warehouse.connect(folder, snapshot="other")
 
 
 def test_a_damaged_file_is_named(folder):

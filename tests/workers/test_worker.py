@@ -59,7 +59,6 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     assert run.parameters == sum(layer.parameters for layer in layers)
     assert run.smact is None, "a CPU has no SMs"
     assert {"process", "torch"} <= set(result.telemetry["sensor"].to_pylist())
-    assert set(result.telemetry["run_id"].to_pylist()) == {run.run_id}
     assert "nvml" in run.telemetry_missing
     assert run.quality in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
     assert set(run.quality_reasons or {}) <= {"host_clock"} and not result.repeat
