@@ -261,8 +261,8 @@ def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, o
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a new model on the meta device. None where its copy would lose what a trace notes."""
     model = attention.building(lambda: build_on_meta(factory))
-    found = survey(model)
-    return None if found.notes or found.compiled else empty_copy(model)
+    wrappers = survey(model)
+    return None if wrappers.notes or wrappers.compiled else empty_copy(model)
 
 
 def alike_blocks(model: nn.Module) -> int:

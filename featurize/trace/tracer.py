@@ -343,13 +343,13 @@ class Tracing:
     def _on_meta(self, model: nn.Module | Callable[[], nn.Module]) -> Any:
         """Return the model on meta: without wrappers, whose remarks are noted."""
 
-        def noted(one: nn.Module) -> nn.Module:
+        def noted(module: nn.Module) -> nn.Module:
             """Note the properties that a copy of the model no longer shows."""
-            found = survey(one)
-            self._notes.update(dict.fromkeys(found.notes))
-            self._compiled.update(dict.fromkeys(found.compiled))
-            self._functions |= found.functions
-            return one
+            wrappers = survey(module)
+            self._notes.update(dict.fromkeys(wrappers.notes))
+            self._compiled.update(dict.fromkeys(wrappers.compiled))
+            self._functions |= wrappers.functions
+            return module
 
         def factory() -> Any:
             made: Any = model()
