@@ -13,6 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -172,6 +173,13 @@ def test_no_answer_names_the_servers_folders(service):
 
 
 LIMITS = TraceLimits("/data", (), 60, 2**33)
+
+
+def test_a_question_leased_just_as_the_service_ends_is_given_back():
+    pool = TracePool(mock.Mock(), LIMITS, 1)
+    pool._ended.set()
+    assert pool._run_question("key", "{}") == "given back"
+    pool._store.interrupted.assert_called_once()
 
 
 @pytest.mark.slow
