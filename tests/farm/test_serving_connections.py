@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
 import ssl
@@ -142,6 +143,19 @@ def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_firs
         assert len(server.server_state.connections) <= 20
         for client in held:
             client.close()
+
+
+def test_no_file_descriptor_left_is_a_pause_and_no_end(monkeypatch):
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+
+    def accept(listening_socket, really=socket.socket.accept):
+        if failures:
+            raise failures.pop()
+        return really(listening_socket)
+
+    with listening() as (port, _):
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        assert asked(port) == b"4 3" and not failures
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])

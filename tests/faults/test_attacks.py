@@ -154,7 +154,6 @@ def test_under_random_signals_every_task_has_one_run_and_nothing_is_left(tmp_pat
         if code == 0:
             break
         attack.start()
-    print(f"{len(attack.sent)} signals: {', '.join(attack.sent)}")
     assert code == 0, f"seed {SEED}: {output}"
     statuses = check_jobs(data, *OF_JOBS)
     assert set(statuses) <= {"ok", "crashed", "oom", "timeout"}, f"seed {SEED}: {statuses}"

@@ -76,5 +76,4 @@ def test_no_reader_sees_an_error_a_double_or_a_missing_run(tmp_path, monkeypatch
     monkeypatch.setattr("warehouse.files.folder_files._PINNED", kept_open)
     folder = DataFolder.resolve(tmp_path / "a'; echo foo [b]*?" / "data").create()
     queries = read_beside_compaction(folder, SECONDS)
-    print(f"{queries} queries in {SECONDS:g} s with {kept_open} files kept open, none wrong")
     assert queries > 0
