@@ -64,7 +64,7 @@ def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
     return local_tensor(gradient)
 
 
-def mesh_of(tensor: Tensor) -> object:
+def mesh_of(tensor: Tensor) -> Any:
     """Return the mesh of ranks that a tensor is spread over (a DTensor's); None for any other tensor."""
     return getattr(tensor, "device_mesh", None)
 

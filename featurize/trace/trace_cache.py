@@ -1,10 +1,10 @@
 """Earlier traces of steps, in this process and on disk for all processes of this user, and the keys of jobs.
 
 Start reading at `traced`. A stale trace is worse than a slow one, so a key covers everything that a trace depends on:
-`config_key` for trial configs; for modules a `Fingerprint`, the hash of a job's pickle, with tensors, functions and
-classes reduced to what affects a trace. A `State` is compared with a later one of the same process: tensors are
-compared by address. A job that nothing can identify has no key; its traces live only as long as their
-owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since the file could contain
+`config_key` for trial configs; for modules `fingerprint_of`; for all else a `Fingerprint`, the hash of a job's pickle,
+with tensors, functions and classes reduced to what affects a trace. A `State` is compared with a later one of the same
+process: tensors are compared by address. A job that nothing can identify has no key; its traces live only as long as
+their owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since the file could contain
 anything; traces of pipelines and of batches of several shapes have no such form.
 """
 
@@ -23,6 +23,8 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
 from pickle import Pickler, PicklingError
 from typing import Any, TypeAlias, get_args, get_type_hints
 
@@ -38,7 +40,7 @@ from featurize.cudnn.signature import require_signature
 from featurize.device.device_spec import AttentionKernels, DeviceSpec
 from featurize.job.training_settings import TrialConfig
 from featurize.operators.tensor_parts import PLAIN, is_freed, plain_parts
-from featurize.recording.skeleton import closed_over
+from featurize.recording.skeleton import closed_over, modules_of
 from featurize.recording.step_trace import (
     BLOCK_KINDS,
     BUCKET,
@@ -55,6 +57,7 @@ Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
+_MOST_MODULES = 8  # whose structure is remembered
 _SETS = frozenset({set, frozenset})
 _COLLECTIONS = _SETS | {dict, OrderedDict}
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -98,10 +101,13 @@ class Fingerprint(Pickler):
     Functions of the user's code count with the globals that they name; installed code counts by its path and time of
     change, `forward` and what it names also by where it is defined, so that a replacement is noticed. Values of
     buffers, inputs and small parameters count, since models read them.
+
+    Args:
+        numbers: What is written for objects that were read elsewhere, by their address.
     """
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
+    def __init__(self, numbers: Mapping[int, int] | None = None) -> None:
+        self._digest, self._numbers = hashlib.sha256(), numbers or {}
         super().__init__(types.SimpleNamespace(write=self._digest.update), protocol=5)
 
     def of(self, *roots: object) -> str:
@@ -115,6 +121,8 @@ class Fingerprint(Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return what is written for an object, as `object.__reduce__` does."""
+        if id(value) in self._numbers:
+            return _rebuild_marker, (self._numbers[id(value)],)
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, nn.Module):
@@ -149,9 +157,7 @@ class Fingerprint(Pickler):
         is_plain = kind in PLAIN
         if (not is_plain and is_lazy(value)) or value.layout is not torch.strided or value.is_quantized:
             raise PicklingError
-        is_parameter = kind is nn.Parameter or (not is_plain and isinstance(value, nn.Parameter))
-        largest = _LARGEST_PARAMETER if is_parameter else _LARGEST_TENSOR
-        content = None if value.is_meta or value.numel() > largest else _content(value)
+        content = _content(value) if _has_values(value) else None
         shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
         return _rebuild_marker, (kind.__qualname__, shape, content), _attached(value)
 
@@ -225,6 +231,123 @@ class State(Fingerprint):
         return _rebuild_marker, (_text_of(code.__code__),), closed_over(code)
 
 
+# How the values that modules hold are read: empty collections, modules and simple tensors, mappings of names, sets,
+# others; and of each simple tensor the first place, by whether its values count.
+_KINDS = ("empty", "known", "named", "set", "other", "read", "unread")
+_FORM = attrgetter(
+    "shape", "device", "dtype", "requires_grad", "__class__", "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+_DIFFER = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)(
+    ("memcmp", ctypes.pythonapi)
+)
+
+
+class _KnownModule:
+    """A module whose structure is hashed once, and compared without a step of Python for each part at later questions.
+
+    The structure is all names that the modules within it hold, which modules and simple tensors these stand for, and
+    what a fingerprint reads of these tensors. All else that is held, such as numbers, lists and functions, is hashed at
+    each question, with the code of the modules' classes. Nothing of the module is kept alive, and no tensor has a weak
+    reference: `torch.utils.swap_tensors` would refuse it.
+
+    first   the fingerprint with what is given beside it
+    """
+
+    def __init__(self, module: nn.Module, beside: tuple[object, ...]) -> None:
+        address = id(module)
+        modules = modules_of(module)
+        self._modules = [weakref.ref(part, lambda _: _known_modules.pop(address, None)) for part in modules]
+        self._numbers = numbers = {id(part): number for number, part in enumerate(modules)}
+        self._places = places = {kind: list[int]() for kind in _KINDS}
+        held = [*chain.from_iterable(vars(part).values() for part in modules)]
+        of_modules = len(held)
+        for place, value in enumerate(held):  # which grows
+            of_type = type(value)
+            if of_type in _COLLECTIONS and not value:
+                kind = "empty"
+            elif id(value) in numbers:
+                kind = "known"
+            elif of_type in PLAIN and _is_simple(value):
+                kind = "known"
+                numbers[id(value)] = len(numbers)
+                places["read" if _has_values(value) else "unread"].append(place)
+            elif of_type is dict and place < of_modules and {*map(type, value)} == {str}:
+                kind = "named"
+                held += value.values()
+            else:
+                kind = "set" if of_type in _SETS else "other"
+            places[kind].append(place)
+        # The value behind the last is None. A getter of less than two places returns no tuple.
+        self._get = {kind: itemgetter(-1, -1, *places[kind]) for kind in ("empty", "known", "other")}
+        self._values = [_content(held[place]) for place in places["read"]]
+        self._state, rest = self._parts()
+        names, addresses, kinds, forms, strides, *_ = self._state
+        shapes, devices = [tuple(form[0]) for form in forms], [form[1].type for form in forms]
+        of_tensors = shapes, devices, [form[2:] for form in forms], strides, self._values
+        self._structure = Fingerprint().of(names, places, [*map(numbers.get, addresses)], kinds, of_tensors)
+        self.first = Fingerprint(numbers).of(self._structure, rest, beside)
+
+    def fingerprint(self, beside: tuple[object, ...]) -> str:
+        """Return the fingerprint with what is given beside it. Raises any error if the structure has changed."""
+        state, rest = self._parts()
+        if state != self._state or any(map(_DIFFER, state[-1], self._values, map(len, self._values))):
+            raise ValueError("the module has changed")
+        return Fingerprint(self._numbers).of(self._structure, rest, beside)
+
+    def _parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the structure as it is now, but for tensors' values, and all else that the modules hold."""
+        modules = [part() for part in self._modules]
+        own = [*map(vars, modules)]
+        held: list[Any] = [*chain.from_iterable(map(dict.values, own))]
+        named, sets = ([held[place] for place in self._places[kind]] for kind in ("named", "set"))
+        held += chain.from_iterable(map(dict.values, named))
+        read, unread = ([held[place] for place in self._places[kind]] for kind in ("read", "unread"))
+        held.append(None)
+        empty = self._get["empty"](held)
+        state = (
+            [*map(list, own), *map(list, named)],
+            [*map(id, self._get["known"](held))],
+            [*map(type, (*named, *sets, *empty))],
+            [*map(_FORM, (*read, *unread))],
+            [*map(Tensor.stride, (*read, *unread))],
+            any(empty) or any(map(vars, (*read, *unread))),
+            [*map(Tensor.data_ptr, read)],  # of freed or smaller memory it is another one
+        )
+        return state, ([*map(type, modules)], [sorted(value, key=repr) for value in sets], self._get["other"](held))
+
+
+_known_modules: dict[int, _KnownModule] = {}  # by address
+
+
+def fingerprint_of(module: nn.Module, *beside: object) -> str:
+    """Return the fingerprint of a module and of what a question gives beside it. Raises as `Fingerprint.of`."""
+    try:
+        return _known_modules[id(module)].fingerprint(beside)
+    except Exception:  # it is not known, or has changed: parts may be gone, and new ones may raise anything
+        known = _KnownModule(module, beside)
+    if len(_known_modules) >= _MOST_MODULES:
+        _known_modules.clear()
+    _known_modules[id(module)] = known
+    return known.first
+
+
+def _is_simple(value: Tensor) -> bool:
+    """Return whether a fingerprint reads nothing of a plain tensor but its form and, where they count, its values,
+    which then lie in memory as they are."""
+    has_hooks = value._backward_hooks is not None or value._post_accumulate_grad_hooks is not None
+    if value.layout is not torch.strided or value.is_quantized or has_hooks or vars(value):
+        return False
+    as_they_are = value.is_cpu and value.is_contiguous() and not (value.is_complex() or value.is_neg())
+    return as_they_are or not _has_values(value)
+
+
+def _has_values(value: Tensor) -> bool:
+    """Return whether a tensor's values count."""
+    kind = type(value)
+    is_parameter = kind is nn.Parameter or (kind is not Tensor and isinstance(value, nn.Parameter))
+    return not value.is_meta and value.numel() <= (_LARGEST_PARAMETER if is_parameter else _LARGEST_TENSOR)
+
+
 @functools.cache
 def _stamp(path: str) -> tuple[str, int, int]:
     status = os.stat(path)
@@ -267,22 +390,23 @@ def _own_function(function: types.FunctionType) -> Any:
         (name, attribute, vars(value)[attribute])
         for name, value in named.items()
         if isinstance(value, types.ModuleType) and not is_installed(value)
-        for attribute in sorted(_names_in(code) & vars(value).keys())
+        for attribute in _names_in(code)
+        if attribute in vars(value)
     ]
     return _rebuild_marker, (_text_of(code),), (closed_over(function), _order(named), of_modules)
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals that a function names, in an order that is the same in each process."""
-    names = sorted(_names_in(function.__code__))
-    return {name: function.__globals__[name] for name in names if name in function.__globals__}
+    names, known = _names_in(function.__code__), function.__globals__
+    return {name: known[name] for name in names if name in known}
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Return all names that a function and those within it look up."""
+def _names_in(code: types.CodeType) -> list[str]:
+    """Return all names that a function and those within it look up, sorted."""
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return sorted({*code.co_names}.union(*inner))
 
 
 def _place(value: object) -> tuple[object, ...]:
@@ -392,6 +516,7 @@ def clear() -> None:
     """Forget all traces in memory."""
     global _held_events
     _jobs.clear()
+    _known_modules.clear()
     _held_events = 0
 
 

@@ -275,9 +275,14 @@ def _require_whole(model: object) -> None:
     and its steps would run in the caller's process groups."""
     if sys.modules.keys().isdisjoint(("torch.distributed.tensor", "torch.distributed._tensor")):  # no DTensor can exist
         return
-    parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
-    meshes = (getattr(parameter, "device_mesh", None) for parameter in (parameters() if callable(parameters) else ()))
-    if (mesh := next((known for known in meshes if known is not None), None)) is not None:
+    from torch import nn
+
+    from featurize.operators.tensor_parts import PLAIN, mesh_of
+    from featurize.recording.skeleton import modules_of
+
+    modules = modules_of(model) if isinstance(model, nn.Module) else []
+    unusual: list[Any] = [part for of in modules for part in of._parameters.values() if type(part) not in PLAIN]
+    for mesh in filter(None, map(mesh_of, unusual)):
         ranks = mesh.size()
         raise UsageError(
             f"the model's parameters are spread over {ranks} ranks already (DTensor); give the factory that makes and "

@@ -244,7 +244,8 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
     if (of_torch := trace_cache.torch_state()) is None:
         return None, build
     try:
-        return Fingerprint().of(model, inputs, job.settings, repr(job.parallel), of_torch), build
+        identify = trace_cache.fingerprint_of if isinstance(model, nn.Module) else Fingerprint().of
+        return identify(model, inputs, job.settings, repr(job.parallel), of_torch), build
     except Exception:  # third-party objects may raise anything while they are pickled
         return None, build
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import gc
 import sqlite3
 import sys
 import threading
 import types
+import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -156,6 +159,154 @@ def test_what_no_text_stands_for_has_no_key(tmp_path):
     module = net()
     with open(tmp_path / "log", "w") as module.log:
         assert key(module) is None
+
+
+class Scale(nn.Module):
+    """Holds one of everything that a fingerprint reads of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.chain = nn.Sequential(nn.ReLU(), nn.Tanh())
+        self.wide = nn.Parameter(torch.zeros(3, 100))
+        self.register_buffer("mask", torch.zeros(4))
+        self.offset = torch.zeros(4, dtype=torch.int64)
+        self.parts = [torch.zeros(4)]
+        self.factor, self.kernel, self.shift = 1, (1, 1), 0.0
+        self.sizes, self.names, self.kept = [1, 2], {"x", "y"}, {}
+        self.options = {"p": 1}
+        self.act = lambda x: x * self.factor
+        self.hooked = False
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)) * self.factor * WIDTH + self.mask)
+
+
+class Twice(Scale):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def filled(tensor):
+    tensor.numpy()[0] = 1  # which PyTorch's counter of versions misses
+
+
+def grown(module):
+    module.first.weight.data = torch.zeros(4, 5)
+
+
+def named_again(module):
+    module.ratio = vars(module).pop("factor")
+
+
+def in_another_order(module):
+    module.chain._modules["0"] = module.chain._modules.pop("0")
+
+
+def tied(module):
+    module.second.weight = module.first.weight
+
+
+def swapped(module):
+    torch.utils.swap_tensors(module.wide, nn.Parameter(torch.zeros(5, 100)))
+
+
+CHANGES = {
+    "mode": lambda module: module.norm.eval(),
+    "number": lambda module: setattr(module, "factor", 2),
+    "kind of a number": lambda module: setattr(module, "factor", 1.0),
+    "truth for a number": lambda module: setattr(module, "factor", True),
+    "sign of zero": lambda module: setattr(module, "shift", -0.0),
+    "kind within a tuple": lambda module: setattr(module, "kernel", (1, True)),
+    "list": lambda module: module.sizes.append(3),
+    "set": lambda module: module.names.add("z"),
+    "mapping": lambda module: module.options.update(p=2),
+    "mapping that was empty": lambda module: module.kept.update(x=1),
+    "kind of an empty mapping": lambda module: setattr(module, "kept", OrderedDict()),
+    "further attribute": lambda module: setattr(module, "more", 1),
+    "attribute's name": named_again,
+    "attribute taken away": lambda module: delattr(module, "factor"),
+    "function": lambda module: setattr(module, "act", lambda x: x - module.factor),
+    "module": lambda module: setattr(module, "first", nn.Linear(4, 4, bias=False)),
+    "module taken away": lambda module: setattr(module, "first", None),
+    "order of modules": in_another_order,
+    "class": lambda module: setattr(module, "__class__", Twice),
+    "class of a part": lambda module: setattr(module.chain[0], "__class__", nn.GELU),
+    "forward": lambda module: setattr(module, "forward", lambda x: x),
+    "forward of a part": lambda module: setattr(module.first, "forward", lambda x: x),
+    "hook": lambda module: module.first.register_forward_hook(lambda *_: None),
+    "hook of a gradient": lambda module: module.wide.register_hook(lambda gradient: gradient * 2),
+    "hook of a parameter": lambda module: module.wide.register_post_accumulate_grad_hook(lambda _: None),
+    "attribute of a parameter": lambda module: setattr(module.wide, "sharded", True),
+    "frozen": lambda module: module.wide.requires_grad_(False),
+    "shape": grown,
+    "stride": lambda module: setattr(module.wide, "data", module.wide.data.t().contiguous().t()),
+    "precision": lambda module: module.half(),
+    "device": lambda module: module.first.to("meta"),
+    "tie": tied,
+    "tensors swapped": swapped,
+    "buffer": lambda module: setattr(module, "mask", torch.ones(4)),
+    "buffer's values": lambda module: filled(module.mask),
+    "small parameter's values": lambda module: filled(module.norm.bias.data),
+    "values": lambda module: filled(module.offset),
+    "values in a list": lambda module: filled(module.parts[0]),
+    "tensor for None": lambda module: setattr(module.norm, "bias", None),
+    "no memory": lambda module: module.mask.untyped_storage().resize_(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_questions_about_a_module_is_noticed(change):
+    module = Scale()
+    first = key(module)
+    assert first is not None and key(module) == first
+    CHANGES[change](module)
+    changed = key(module)
+    trace_cache.clear()
+    assert changed == key(module) != first
+
+
+def test_code_that_changes_between_two_questions_about_a_module_is_noticed(monkeypatch):
+    module = Scale()
+    keys = [key(module)]
+    monkeypatch.setitem(globals(), "WIDTH", 16)
+    keys.append(key(module))
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x)
+    keys.append(key(module))
+    monkeypatch.setattr(Scale, "forward", lambda self, x: self.first(x))
+    keys.append(key(module))
+    trace_cache.clear()
+    assert key(module) == keys[-1]
+    require_different(keys)
+
+
+def test_what_is_given_beside_the_same_module_counts():
+    module, inputs, other = Scale(), torch.zeros(2, 4), nn.Parameter(torch.zeros(3, 100))
+    weight = module.wide
+
+    def loss(output, target):
+        return output.sum() + weight.sum()
+
+    keys = [key(module, inputs), key(module, inputs, loss=loss), key(module, (2, 4), loss=loss)]
+    filled(inputs)
+    keys.append(key(module, inputs))
+    weight = other  # as large, but not the module's
+    keys.append(key(module, inputs, loss=loss))
+    assert keys[-1] == key(module, inputs, loss=loss)
+    require_different(keys)
+
+
+def test_a_module_that_was_asked_about_is_not_kept():
+    module = Scale()
+    module.options["itself"] = module  # a circle
+    references = [weakref.ref(part) for part in (module, module.first, module.wide)]
+    first = key(module)
+    del module
+    gc.collect()
+    assert first and [reference() for reference in references] == [None] * 3
+    keys = [key(nn.Linear(4, width)) for width in range(1, 30)]
+    require_different(keys)
 
 
 def test_tensors_without_memory_are_not_read():
