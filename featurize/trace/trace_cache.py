@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from conf.files.disk_cache import PACKAGES, keep, recall
-from conf.files.identity import canonical_json
+from conf.files.identity import aside_folder, canonical_json
 from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
@@ -72,6 +72,7 @@ _INSTALLED = tuple(
         for path in (
             *site.getsitepackages(),
             site.getusersitepackages(),
+            str(aside_folder()),
             *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
         )
     }

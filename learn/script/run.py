@@ -25,6 +25,7 @@ from torch import nn
 
 from conf.cli.own_packages import PACKAGES, ROOT
 from conf.errors import CommandError
+from conf.files.identity import aside_folder
 from conf.plain_text import first_line
 from featurize.device.device_spec import device_from_mapping
 from featurize.job.training_settings import GRAPH_MODES
@@ -159,7 +160,12 @@ class ScriptCompiler:
         return self._recorder.memory.graphs
 
 
-_OWN = (ROOT.resolve() / "learn", ROOT.resolve() / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
+_OWN = (
+    ROOT.resolve() / "learn",
+    ROOT.resolve() / "featurize",
+    Path(sysconfig.get_path("stdlib")).resolve(),
+    aside_folder().resolve(),
+)
 
 
 class ScriptRun:

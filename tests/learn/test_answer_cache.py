@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
 from conf.files.disk_cache import DiskCache
+from conf.files.identity import aside_folder
 from featurize.device.device_spec import load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
@@ -99,6 +100,12 @@ def test_modules_that_are_made_alike_have_one_key():
     assert key(net) == key(net) == key(lambda: net()) != key(net())
     module = net()
     assert key(module) == key(module)
+
+
+def test_a_library_that_is_kept_aside_counts_as_installed():
+    module = types.ModuleType("torchvision.models")
+    module.__file__ = str(aside_folder() / "torchvision" / "models" / "__init__.py")
+    assert trace_cache.is_installed(module)
 
 
 def require_different(keys):
