@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,11 +46,12 @@ def version_of(package: str) -> str | None:
     """Return a package's version from its metadata, also if it is kept aside; None if it is not installed."""
     import importlib.metadata
 
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        kept_aside = importlib.metadata.distributions(name=package, path=[str(aside_folder())])
-        return next((distribution.version for distribution in kept_aside), None)
+    kept_aside = importlib.metadata.distributions(name=package, path=[*sys.path, str(aside_folder())])
+    for distribution in kept_aside:
+        # `Distribution.version` parses the whole text, for torch in some ms.
+        line = re.search("^Version: *(.+)$", distribution.read_text("METADATA") or "", re.MULTILINE)
+        return distribution.version if line is None else line[1].strip()
+    return None
 
 
 def aside_folder() -> Path:

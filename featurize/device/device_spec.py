@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -284,7 +285,7 @@ class DeviceSpec:
 
 def device_names() -> tuple[str, ...]:
     """Return the described GPU models, sorted; files with the key `backend`, which choose a backend, are left out."""
-    return tuple(sorted(_descriptions()))
+    return tuple(sorted(_texts()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -294,11 +295,11 @@ def load_device(name: str) -> DeviceSpec:
     A MIG slice is named by its GPU and profile, as in `conf.device_names`. Raises `UsageError` for an unknown name,
     with the known ones, and for an ambiguous prefix, with its candidates.
     """
-    known = _descriptions()
+    known = _texts()
     if (parts := split_slice(name)) is not None:
-        parent = known[resolve_device(parts[0], known)]
+        parent = _description(resolve_device(parts[0], known))
         return device_from_mapping({**parent, **slice_values(parent, parts[1])})
-    return device_from_mapping(known[resolve_device(name, known)])
+    return device_from_mapping(_description(resolve_device(name, known)))
 
 
 def known_device(name: str | None) -> str | None:
@@ -343,7 +344,8 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     for the rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
-    described = _descriptions().get(str(values.get("name")), {})
+    name = str(values.get("name"))
+    described = _description(name) if name in _texts() else {}
     if "interconnect" not in values and "interconnect" in described:
         values["interconnect"] = described["interconnect"]
     label = values.get("name", "?")
@@ -380,9 +382,9 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
 def _described_fp8(name: str) -> float | None:
     """Return the described rate of 8-bit floats of a GPU model or MIG slice; None without a description."""
     parent, profile = split_slice(name) or (name, None)
-    if parent not in _descriptions() or (profile is not None and profile not in profiles_of(parent)):
+    if parent not in _texts() or (profile is not None and profile not in profiles_of(parent)):
         return None
-    described = _descriptions()[parent]
+    described = _description(parent)
     values = described if profile is None else slice_values(described, profile)
     fp8: float | None = values["peak_tflops"].get("fp8")
     return fp8
@@ -446,20 +448,24 @@ def _bound(value: object) -> str:
 
 
 @functools.cache
-def _descriptions() -> dict[str, dict[str, Any]]:
+def _texts() -> dict[str, str]:
+    """Return the YAML files of GPU models by name."""
+    files = [file for file in resources.files("conf").joinpath("device").iterdir() if file.name.endswith(".yaml")]
+    texts = {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
+    return {name: text for name, text in texts.items() if not re.search("^backend:", text, re.MULTILINE)}
+
+
+@functools.cache
+def _description(name: str) -> dict[str, Any]:
+    """Return the mapping in one of these files. Parsing all of them takes 10 ms."""
     import yaml
 
     try:
         from yaml import CSafeLoader as SafeLoader  # ten times as fast
     except ImportError:  # PyYAML was built without libyaml
         from yaml import SafeLoader
-    descriptions = {}
-    for entry in resources.files("conf").joinpath("device").iterdir():
-        if entry.name.endswith(".yaml"):
-            mapping = yaml.load(entry.read_text(encoding="utf-8"), Loader=SafeLoader)
-            if isinstance(mapping, dict) and "backend" not in mapping:
-                descriptions[entry.name.removesuffix(".yaml")] = mapping
-    return descriptions
+    description: dict[str, Any] = yaml.load(_texts()[name], Loader=SafeLoader)
+    return description
 
 
 CURRENT, EAGER, DESCRIBED = "current", "eager", "described"

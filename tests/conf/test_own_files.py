@@ -1,12 +1,13 @@
 """Folders and files that count only where they belong to this user alone, and by what a process is known."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
 
 import pytest
 
-from conf.files.identity import alive, identity
+from conf.files.identity import alive, identity, version_of
 from conf.files.outputs import open_own_file, own_folder
 
 
@@ -50,3 +51,9 @@ def test_a_number_that_another_process_has_now_is_not_alive():
     pid, _, rest = identity(os.getpid()).partition("@")
     start, _, where = rest.partition("@")
     assert not alive(f"{pid}@{int(start) - 1}@{where}")
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "no-such-package"])
+def test_a_version_is_that_of_the_packages_metadata(package):
+    known = {"no-such-package": None}
+    assert version_of(package) == (known[package] if package in known else importlib.metadata.version(package))
