@@ -111,6 +111,8 @@ def main() -> None:
         ),
         ("method=fast: a batch, slowest family", f"{estimate['per_s']:,.0f} configs/s", "", "2,000/s"),
         ("`learn.estimate` of resnet50, batch 64, full path", f"{estimate['full_s']:.2f} s", "", "0.6 s"),
+        ("the same module again, answered by the process", f"{estimate['again_ms']:.2f} ms", "", "1 ms"),
+        ("the same module again, answered from disk", f"{estimate['from_disk_ms']:.2f} ms", "", "10 ms"),
         (
             f"compaction of {compaction['runs']:,} runs and {compaction['telemetry_rows']:,} samples",
             f"{compaction['compact_s']:.1f} s, {compaction['compact_peak_rss_mib']:,.0f} MiB",
