@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from pickle import Pickler
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack
@@ -281,7 +282,8 @@ def _require_whole(model: object) -> None:
     from featurize.recording.skeleton import modules_of
 
     modules = modules_of(model) if isinstance(model, nn.Module) else []
-    unusual: list[Any] = [part for of in modules for part in of._parameters.values() if type(part) not in PLAIN]
+    held = chain.from_iterable(module._parameters.values() for module in modules)
+    unusual: list[Any] = [parameter for parameter in held if type(parameter) not in PLAIN]
     for mesh in filter(None, map(mesh_of, unusual)):
         ranks = mesh.size()
         raise UsageError(
