@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from conf.device_names import DEVICE_FILES, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
-from conf.errors import EnvironmentProblem, UsageError, refuse, require_one_of
+from conf.errors import EnvironmentProblem, UsageError, refuse, require_one_of, unknown_name
 from conf.plain_text import exception_line
 from conf.units import MIB
 
@@ -327,8 +327,11 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
         power_limit_w: Limit set on the GPU's board, in W; None: the description's own.
 
     Raises:
-        UsageError: As `describe_device` and `device_from_mapping` do, or for a limit out of the GPU model's range.
+        UsageError: As `describe_device` and `device_from_mapping` do, for a value of another kind, or for a limit out
+            of the GPU model's range.
     """
+    if not isinstance(device, str | DeviceSpec):
+        raise unknown_name("device", device, device_names())
     if isinstance(device, str) and device.endswith(DEVICE_FILES):
         described = device_from_mapping(read_device_file(device))
     else:

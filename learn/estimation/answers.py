@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError
@@ -122,7 +122,7 @@ def answer_on(
             made = _make_estimates(request, list(missing.values()), False, traces)
             outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
         estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
-        keep({f"answer {new}": estimates[new].to_mapping() for new in missing if new in estimates})
+        keep(_entries({new: estimates[new] for new in missing if new in estimates}))
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
@@ -152,15 +152,30 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
     return estimate
 
 
+def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Return the cache's entries for new answers by key: the first one's holds all, and the others' name it."""
+    first = next(iter(estimates), "")
+    entries: dict[str, Any] = {f"answer {key}": first for key in estimates}
+    if estimates:
+        entries[f"answer {first}"] = {key: estimate.to_mapping() for key, estimate in estimates.items()}
+    return entries
+
+
 def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
     """Return the answers that are in memory or in the user's cache, by key."""
     known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
     others = [key for key in keys if key not in known]
-    for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
-        if stored is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                known[key] = Estimate.from_mapping(stored)
+    entries = _stored(others)
+    entries |= _stored({home for home in entries.values() if isinstance(home, str) and home not in entries})
+    for key in others:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            home = entries[key]
+            known[key] = Estimate.from_mapping((entries[home] if isinstance(home, str) else home)[key])
     return known
+
+
+def _stored(keys: Collection[str]) -> dict[str, Any]:
+    return dict(zip(keys, recall(*(f"answer {key}" for key in keys)), strict=True))
 
 
 def clear() -> None:

@@ -20,7 +20,7 @@ from conf.cli.command_line import StepBar
 from conf.errors import CommandError, UsageError, require_one_of
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
-from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names
+from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names, device_of_user
 from featurize.job.training_settings import TrainingKeywords
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
@@ -404,7 +404,7 @@ def devices_that_fit(
     from learn.estimation.answers import answer_on, is_of_job, with_key
 
     require_one_of("by", by, BY)
-    specs = [platform_of(device, machine=CURRENT).device for device in (device_names() if devices is None else devices)]
+    specs = [device_of_user(device) for device in (device_names() if devices is None else devices)]
     specs.sort(key=lambda spec: (spec.memory_mib, spec.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}

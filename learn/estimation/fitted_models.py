@@ -7,7 +7,7 @@ questions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -124,10 +124,9 @@ class FittedModels:
         learnt: Wanted = {**wanted, "learnt": True}
         questions, looped = [], _in_plain_loop(case)
         for target in TARGETS:
-            newest, notes = None, list[Note]()
+            newest, notes, kept = None, list[Note](), self._kept.get(target)
             try:
-                if target in self._kept:
-                    newest = find_latest(self._kept[target], target, **learnt)
+                newest = find_latest(kept, target, **learnt) if kept else None
             except StaleArtifact as error:
                 if named is not None:
                     raise
@@ -159,9 +158,9 @@ class FittedModels:
                     question.error = error
                 continue
             bounded = self._bound_memory(artifact, prediction) if alike[0].target == "memory" else {}
-            for row, question in enumerate(alike):
+            for row, (question, figure) in enumerate(zip(alike, prediction.point.tolist(), strict=True)):
                 if (refusal := prediction.refusals.get(row)) is None:
-                    question.figure, question.memory = float(prediction.point[row]), bounded.get(row)
+                    question.figure, question.memory = figure, bounded.get(row)
                     question.outside = row in prediction.outside
                     question.notes += _notes_on_answer(question, artifact, prediction, row)
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
@@ -186,7 +185,7 @@ class FittedModels:
             held_out: Mapping[str, Any] = {}
             if coverage == LEVEL:
                 held = prediction.held_of(row)
-                held_out = artifact.bound_held_out() if held is None else asdict(held)
+                held_out = artifact.bound_held_out() if held is None else vars(held)
             bounded[row] = Memory(peak_memory_mib=point).with_bound(
                 {level: values[row] for level, values in quantiles.items()},
                 coverage,

@@ -93,16 +93,28 @@ class Uncertainty:
             card_mib: MiB that the job can take of the card. A job that runs there never takes more.
         """
         margin_mib = sum(self.causes_mib.values())
-        above = {level: score_at(level) * margin_mib for level in sorted({*COVERAGES, coverage})}
-        unlimited = {level: max(centre_mib + mib, 0.0) for level, mib in above.items()}
-        least = {level: max(centre_mib, min(self.needed_mib, mib)) for level, mib in unlimited.items()}
+        scores = _scores(coverage)
+
+        def least_mib(upper_mib: float) -> float:
+            return max(centre_mib, min(self.needed_mib, upper_mib))
+
+        unlimited = {level: max(centre_mib + score * margin_mib, 0.0) for level, score in scores.items()}
         return memory.with_bound(
-            {level: card_mib if least[level] <= card_mib < mib else mib for level, mib in unlimited.items()},
+            {
+                level: card_mib if card_mib < mib and least_mib(mib) <= card_mib else mib
+                for level, mib in unlimited.items()
+            },
             coverage,
-            {cause: score_at(coverage) * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
-            least_card_mib=least[coverage],
-            held_out=None if self.held is None or coverage != LEVEL else asdict(self.held),
+            {cause: scores[coverage] * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
+            least_card_mib=least_mib(unlimited[coverage]),
+            held_out=None if self.held is None or coverage != LEVEL else vars(self.held),
         )
+
+
+@functools.lru_cache(maxsize=256)  # users choose any coverage
+def _scores(coverage: float) -> Mapping[float, float]:
+    """Return the share of the 99 % margin that belongs to each of `COVERAGES` and to this one, ascending."""
+    return {level: score_at(level) for level in sorted({*COVERAGES, coverage})}
 
 
 @functools.lru_cache(maxsize=256)  # users choose any coverage
@@ -311,7 +323,7 @@ class Memory:
             held_out: As `bound_held_out`; None where it was not counted.
         """
         probabilities = sorted(quantiles_mib)
-        ascending = np.maximum.accumulate([quantiles_mib[p] for p in probabilities]).tolist()
+        ascending = accumulate((float(quantiles_mib[p]) for p in probabilities), max)
         upper_mib = quantiles_mib[coverage]
         return self.with_values(
             distribution=tuple(zip(probabilities, ascending, strict=True)),

@@ -22,7 +22,6 @@ from featurize.device.device_spec import (
     MACHINES,
     DeviceSpec,
     MachineProfile,
-    device_names,
     device_of_user,
     machine,
     read_machine,
@@ -306,8 +305,6 @@ def platform_of(
         UsageError: An unknown name, with the known ones, or a limit out of the GPU model's range.
         EnvironmentProblem: cuDNN is to be asked and is not installed, or a machine's file does not hold a profile.
     """
-    if not isinstance(device, str | DeviceSpec):
-        raise unknown_name("device", device, device_names())
     spec = device_of_user(device, power_limit_w)
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -110,7 +111,7 @@ class Familiarity:
             settings.append("net_training_loop")
         return cls(
             ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
-            kinds=sorted(frozenset[str]().union(*(kinds_of(record.values) for record in records))),
+            kinds=sorted(frozenset[str]().union(*(record.operator_kinds for record in records))),
             devices=sorted({plain_device(str(name)) for name in rows.device}),
             settings={name: sorted({float(record.values[name]) for record in records}) for name in settings},
             torch=sorted({torch_release(case.torch_version) for case in rows.cases}),
@@ -132,7 +133,7 @@ class Familiarity:
                 # A smaller batch must not have a higher bound than a larger one.
                 if not (name.startswith("job_") and values[name] < low):
                     wider.append(RANGE)
-        kinds = kinds_of(values).difference(self.kinds)
+        kinds = record.operator_kinds.difference(self.kinds)
         if new := [kind for kind in VOCABULARY if kind in kinds]:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
             axes.add(OPERATORS)
@@ -173,14 +174,6 @@ def _setting_unlike(axis: str, value: float, fitted: Sequence[float]) -> str:
         return f"{axis.removeprefix('net_')}={bool(value)} was never fitted on".lower()
     known = " and ".join(words.get(setting, str(setting)) for setting in fitted)
     return f"{words.get(value, str(value))}: only {known} was fitted on"
-
-
-_COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]
-
-
-def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
-    """Return the operator classes of a case's forward pass."""
-    return frozenset(kind for kind, name in _COUNTS if values.get(name))
 
 
 @functools.cache
@@ -240,7 +233,7 @@ def kinds_to_leave_out(
     }
     masks[DEVICE] = _by_value([plain_device(device) for device in devices])
     masks[FAMILY] = _by_value(list(families))
-    kinds = [kinds_of(record.values) for record in records]
+    kinds = [record.operator_kinds for record in records]
     present = {kind: np.array([kind in row_kinds for row_kinds in kinds]) for kind in sorted(frozenset().union(*kinds))}
     masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # operators that always come together: once
     for axis, of_axis in masks.items():
@@ -418,8 +411,9 @@ class HybridEstimator(Estimator):
         return (*names, _TORCH)
 
     def _table(self, cases: Sequence[Case], records: Sequence[StepRecord]) -> np.ndarray:
-        rows = [{**record.values, _TORCH: _torch(case)} for case, record in zip(cases, records, strict=True)]
-        return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
+        row_of = itemgetter(*self._columns)
+        rows = (row_of({**record.values, _TORCH: _torch(case)}) for case, record in zip(cases, records, strict=True))
+        return np.array(list(rows), dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
         """Return the features that the scale is learned from. For memory, features that depend on the batch are left

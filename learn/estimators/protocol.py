@@ -351,7 +351,8 @@ class ResidualPrediction(Prediction):
         return self._at(lambda residuals: conformal_score(residuals, level))
 
     def held_of(self, row: int) -> HeldShare | None:
-        return None if row in self.outside else self.held.get(int(np.broadcast_to(self.kind, len(self.centre))[row]))
+        kind = self.kind[row] if isinstance(self.kind, np.ndarray) else self.kind
+        return None if row in self.outside else self.held.get(int(kind))
 
     @property
     def _by_kind(self) -> Sequence[np.ndarray]:

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal
 from featurize.job.code_names import NotTrusted
+from featurize.operators.table import VOCABULARY
 from learn.job.training_job import Case, TrainingJob
 from learn.rows.data import Rows, Target
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 RowsT = TypeVar("RowsT", bound=Rows)
 _SHARE = "net_share_elements_"
+_COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]
 _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power": "job_priced_power_w"}
 
 
@@ -63,13 +65,19 @@ class StepRecord:
     seconds: float = 0.0
     passing: bool = False
 
+    @cached_property
     def packed_graph(self) -> bytes:
-        """Return the packed graph; it is packed on first use."""
+        """The packed graph; it is packed on first use."""
         return self.graph() if callable(self.graph) else self.graph
+
+    @cached_property
+    def operator_kinds(self) -> frozenset[str]:
+        """The operator classes of the forward pass."""
+        return frozenset(kind for kind, name in _COUNTS if self.values.get(name))
 
     def to_bytes(self) -> bytes:
         """Return the record as bytes to store."""
-        graph = base64.b64encode(self.packed_graph()).decode()
+        graph = base64.b64encode(self.packed_graph).decode()
         stored = {"values": dict(self.values), "graph": graph, "error": self.error, "seconds": self.seconds}
         return json.dumps(stored).encode()
 
@@ -85,7 +93,7 @@ class StepRecord:
     def operator_graph(self) -> dict[str, np.ndarray]:
         """Return categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward
         pass."""
-        with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(self.packed_graph), allow_pickle=False) as arrays:
             graph = {name: arrays[name] for name in arrays.files}
         return {**graph, "nodes": graph["nodes"].astype(np.float32)}
 
@@ -115,7 +123,7 @@ def compute(case: Case) -> StepRecord:
     try:
         if case.spec is not None:
             (record,) = records_of_steps([step_of(case.job, case.spec)], case.job)
-            return replace(record, graph=record.packed_graph(), seconds=(time.monotonic_ns() - began) / 1e9)
+            return replace(record, graph=record.packed_graph, seconds=(time.monotonic_ns() - began) / 1e9)
     except CommandError as reason:
         error = str(reason)
         passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
@@ -131,8 +139,8 @@ def records_of_steps(traced: Sequence[SimulatedStep], job: TrainingJob) -> list[
     packed on first use."""
     from featurize.configs.step_features import features_on, opgraph
 
-    def graph_of(step: SimulatedStep) -> Callable[[], bytes]:
-        return cache(lambda: pack_graph(opgraph(step.trace, step.spec, job.settings)))
+    def graph_of(step: SimulatedStep) -> bytes:
+        return pack_graph(opgraph(step.trace, step.spec, job.settings))
 
     alike: dict[int, list[SimulatedStep]] = {}
     for step in traced:
@@ -144,7 +152,7 @@ def records_of_steps(traced: Sequence[SimulatedStep], job: TrainingJob) -> list[
             steps[0].trace, placed, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
         )
         for step, of_step in zip(steps, values, strict=True):
-            records[id(step)] = StepRecord(values=of_step, graph=graph_of(step))
+            records[id(step)] = StepRecord(values=of_step, graph=partial(graph_of, step))
     return [records[id(step)] for step in traced]
 
 
