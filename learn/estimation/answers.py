@@ -20,7 +20,7 @@ from conf.files.disk_cache import keep, kept_at_once, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
 from featurize.timing.overlap import SimulatedStep
-from learn.estimation.draft import Draft, trace_together
+from learn.estimation.draft import Draft, beyond_fits, trace_together
 from learn.estimation.fitted_models import FittedModels
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
@@ -68,10 +68,11 @@ def _make_estimates(
     models = FittedModels(request.options, steps)
     drafts = [Draft(replace(request, platform=on), steps, timeline=timeline) for on in platforms]
     trace_together(drafts, traces)
+    beyond = beyond_fits(request.job)
     for draft in drafts:
         if draft.error is None:
             try:
-                draft.choose_sources(models)
+                draft.choose_sources(models, beyond)
             except CommandError as error:
                 draft.error = error
     models.ask((question for draft in drafts if draft.error is None for question in draft.questions), traces)
@@ -157,7 +158,10 @@ def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     first = next(iter(estimates), "")
     entries: dict[str, Any] = {f"answer {key}": first for key in estimates}
     if estimates:
-        entries[f"answer {first}"] = {key: estimate.to_mapping() for key, estimate in estimates.items()}
+        mappings = {key: estimate.to_mapping() for key, estimate in estimates.items()}
+        for mapping in mappings.values():
+            del mapping["warnings"]  # texts of the notes
+        entries[f"answer {first}"] = mappings
     return entries
 
 

@@ -34,7 +34,6 @@ from learn.job.training_job import PIPELINE, RESIDENT, Case, TrainingJob, loop_n
 from learn.peers.base import TRACE_HAS_NO_BOUND, CannotEstimate, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
-from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.trace.trace_cache import Traces
@@ -52,6 +51,7 @@ class Draft:
     alone       the job with the longest of its batches in every step
     case        the estimators' input
     questions   questions to fitted models, asked between `choose_sources` and `finish`
+    models_home  path of the data folder's models
     memory      the figure and its bound; None: not answered yet
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
@@ -68,6 +68,7 @@ class Draft:
         self.traced: SimulatedStep | None = None
         self.failure: CommandError | None = None
         self.questions: list[ModelQuestion] = []
+        self.models_home = ""
         self.memory: Memory | None = None
         self.figures: dict[str, float] = {}
         self.by: dict[str, str] = {}
@@ -122,28 +123,29 @@ class Draft:
         self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
-    def choose_sources(self, models: FittedModels) -> None:
+    def choose_sources(self, models: FittedModels, beyond: str) -> None:
         """Ask the estimator that was named, else choose the fitted models to ask.
+
+        Args:
+            models: The fitted models.
+            beyond: What the job has that no model was fitted on, as `beyond_fits`.
 
         Raises:
             UsageError: The named estimator has no answer, or is not fitted.
         """
         estimator, job = self.request.options.estimator, self.job
-        beyond = training_of(job.settings).beyond_fits()
-        beyond += () if job.parallel is None else (SEVERAL_GPUS,)
-        if job.batches:
-            beyond += ("batches of several shapes",)
-            if estimator not in (None, "trace"):
-                text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
-                self.notes.append(Note("beyond-fit", WARNING, text))
+        self.models_home = models.home
+        if job.batches and estimator not in (None, "trace"):
+            text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
+            self.notes.append(Note("beyond-fit", WARNING, text))
         if estimator in TRAINING_FREE and estimator != "trace":
             self._ask_method(estimator)
         elif estimator is None and beyond:
-            text = f"no model was fitted on {', '.join(beyond)}: the trace answers"
+            text = f"no model was fitted on {beyond}: the trace answers"
             self.notes.append(Note("beyond-fit", INFO, text))
         elif estimator != "trace":
             if beyond:
-                text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
+                text = f"no model was fitted on {beyond}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
             at_hand = self.traced if self.platform.allocator is None and not job.batches else None
             self.questions = models.choose(self.case, at_hand)
@@ -202,10 +204,10 @@ class Draft:
                 self.memory = question.memory or self.memory
         self.notes += _merge(notes)
         if absent:
-            home = DataFolder.resolve(self.request.options.data).models
             text = (
                 f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
-                f"{home} for {', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"{self.models_home} for {', '.join(absent)}"
+                f"{': answered by the trace' if self.traced is not None else ''} "
                 f"(python -m learn.fit target={absent[0]} fits one)"
             )
             self.notes.insert(0, Note("not-fitted", INFO, text))
@@ -430,6 +432,13 @@ class Draft:
         if own_runs is None or by_runs.answered_by == estimate.answered_by:
             return by_runs
         return by_runs.with_values(notes=(own_runs.note(runs), *by_runs.notes))
+
+
+def beyond_fits(job: TrainingJob) -> str:
+    """Return what a job has that no model was fitted on, as `name=value` or in words; empty where there is nothing."""
+    beyond = training_of(job.settings).beyond_fits()
+    beyond += () if job.parallel is None else (SEVERAL_GPUS,)
+    return ", ".join((*beyond, "batches of several shapes") if job.batches else beyond)
 
 
 def trace_together(drafts: Sequence[Draft], traces: Traces | None) -> None:

@@ -77,6 +77,11 @@ class FittedModels:
         self._options, self._steps = options, steps
 
     @cached_property
+    def home(self) -> str:
+        """The path of the data folder's models."""
+        return str(DataFolder.resolve(self._options.data).models)
+
+    @cached_property
     def _kept(self) -> dict[str, list[Artifact]]:
         folder = DataFolder.resolve(self._options.data)
         if self._options.data is not None:

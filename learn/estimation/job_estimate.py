@@ -478,7 +478,7 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, `warnings`, and `fits`: whether the job fits the empty card."""
-        mapping = {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
+        mapping = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
         mapping["notes"] = tuple(dict(vars(note)) for note in self.notes)
         mapping["ranks"] = tuple(map(asdict, self.ranks))
         return {**mapping, "warnings": list(self.warnings), "fits": self.fits_device}
