@@ -387,7 +387,7 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | tuple[DeviceS
     """
     device, tensor = rates_of(spec), kernels.units == 1
     sms, warps_per_sm = device.sms, device.warps_per_sm
-    place = places_of(_class_place, calls.kind, calls.group, tensor)
+    place = places_of(_class_place, list(zip(calls.kind, calls.group.tolist(), strict=True)), tensor)
     shapes = np.array([*CLASSES.values()], dtype=float)[place]
     in_group = {name: calls.group == GROUPS.index(name) for name in (STREAM, DEPTHWISE, ATTENTION)}
     stream, attention = in_group[STREAM] | in_group[DEPTHWISE], in_group[ATTENTION]

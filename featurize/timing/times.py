@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,13 +181,17 @@ def rates_of(spec: DeviceSpec | tuple[DeviceSpec, ...], half: str = "fp16") -> D
     )
 
 
-def places_of(find: Callable[..., int], kinds: tuple[str, ...], *columns: np.ndarray) -> np.ndarray:
-    """Return the results of `find`, a cached function, on each kernel's kind and its entries of the columns, which
-    broadcast."""
-    shape = np.broadcast_shapes((len(kinds),), *(column.shape for column in columns))
-    lists = [np.broadcast_to(column, shape).ravel().tolist() for column in columns]
-    places = list(map(find, kinds * math.prod(shape[:-1]), *lists))
-    return np.array(places, dtype=int).reshape(shape)
+def places_of(find: Callable[..., int], kernels: Sequence[tuple[Any, ...]], *columns: np.ndarray) -> np.ndarray:
+    """Return the results of `find`, a cached function, on what each kernel has on all GPU models, and on its entries of
+    columns of small whole numbers, which broadcast."""
+    number = functools.reduce(lambda higher, column: higher * len(PIPES) + column, columns, np.zeros(1, dtype=int))
+    number = np.broadcast_to(number, (*number.shape[:-1], len(kernels)))
+    places = np.zeros(number.shape, dtype=int)
+    for combination in np.flatnonzero(np.bincount(number.ravel())).tolist():  # there are few
+        digits = [combination // len(PIPES) ** power % len(PIPES) for power in reversed(range(len(columns)))]
+        of_kernels = np.array([find(*kernel, *digits) for kernel in kernels], dtype=int)
+        places = np.where(number == combination, of_kernels, places)
+    return places
 
 
 @functools.lru_cache(maxsize=64)
@@ -257,9 +261,10 @@ def kernels_on(
     )
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
     units, (computing, moving) = tensor.astype(int), _finders(names, channels_last)
+    kinds = [(kind,) for kind in calls.kind]
     return Kernels(
-        compute=places_of(computing, calls.kind, pipe, units),
-        bandwidth=places_of(moving, calls.kind),
+        compute=places_of(computing, kinds, pipe, units),
+        bandwidth=places_of(moving, kinds),
         group=calls.group,
         units=units,
         math_s=np.where(computes, calls.flops / peak, 0.0),
