@@ -12,8 +12,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
 
@@ -203,10 +202,8 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
 def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
     calls, guessed = list(sizes_of), list(sizes_of.values())
     pools = trace.remembered("events", lambda: _by_pool(trace, calls))
-    steps = zip(*(pool.play(guessed) for pool in pools), strict=False)
+    steps = zip(*(pool.reserved(guessed) for pool in pools), strict=False)
     settled = next(steps)
-    for pool, nbytes in zip(pools, settled, strict=True):
-        trace.remembered(pool.key(guessed), partial(int, nbytes))
     for repeated in itertools.islice(steps, _MOST_STEPS):  # none where a pool's last step cannot follow itself
         if repeated == settled:
             break
@@ -216,8 +213,7 @@ def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int])
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
-        # GPU models differ in the guesses that a scenario replaces.
-        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
+        reserved[name] = sum(next(pool.reserved(sizes)) for pool in pools)
     return reserved
 
 
@@ -257,10 +253,7 @@ class _Pool:
         self._calls, self._small = calls, small
         # Before the last step and in it: block and bytes; for a workspace, ~ its call's index and 0.
         self.events: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
-
-    def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
-        """Return the pool's parameters for workspaces of these sizes: equal keys reserve equally."""
-        return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
+        self._reserved: dict[tuple[int, ...], list[int]] = {}  # by the sizes of its workspaces
 
     @cached_property
     def successors(self) -> dict[int, int] | None:
@@ -281,18 +274,28 @@ class _Pool:
             pairs[block] = remaining[sizes[block]].pop()
         return None if any(remaining.values()) else pairs
 
-    def play(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Yield the reserved bytes after all steps, then after each repetition of the last one.
+    def reserved(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the reserved bytes after all steps, then after each repetition of the last one. Known ones are not
+        played again: GPU models, and scenarios, differ in few workspaces.
 
         Ends after all steps where the last one cannot follow itself.
 
         Args:
             sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
+        own_sizes = tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
+        known = self._reserved.setdefault(own_sizes, [])
+        yield from tuple(known)
+        if not known or self.successors is not None:
+            for nbytes in itertools.islice(self._play(own_sizes), len(known), None):
+                known.append(nbytes)
+                yield nbytes
+
+    def _play(self, own_sizes: tuple[int, ...]) -> Iterator[int]:
         allocator = CachingAllocator()
         allocate, free, touch = allocator.allocate, allocator.free, allocator.touch
         handles: dict[int, int | None] = {}
-        own_sizes, events = self.key(sizes)[-1], [*self.events[0], *self.events[1]]
+        events = [*self.events[0], *self.events[1]]
         while True:
             for block, nbytes in events:
                 if nbytes > 0:
