@@ -116,6 +116,28 @@ def replay(
         return replace(profile, fits=False, snapshot=limited.snapshot())
 
 
+class _Live(NamedTuple):
+    """What a trace keeps alive after one of its events: bytes by kind of block, and of activations by module, the most
+    first; and the calls of cuBLAS so far, which keep their workspaces."""
+
+    parts: dict[str, int]
+    modules: dict[str, int]
+    kept: list[LibraryCall]
+
+
+def _live_at(trace: StepTrace, index: int) -> _Live:
+    parts, kept = dict.fromkeys(BLOCK_KINDS, 0), []
+    modules: Counter[str] = Counter()
+    for event in trace.events[: index + 1]:
+        block = trace.blocks[event.block]
+        parts[block.kind] = parts.get(block.kind, 0) + event.nbytes
+        if block.call is not None and block.call.kind == CUBLAS:
+            kept.append(block.call)
+        if block.kind == "activation":
+            modules[block.module] += event.nbytes
+    return _Live(parts, {name: nbytes for name, nbytes in modules.most_common() if nbytes}, kept)
+
+
 class TraceReplay:
     """One pass over the events."""
 
@@ -184,16 +206,8 @@ class TraceReplay:
 
     def _profile(self) -> MemoryProfile:
         trace = self.trace
-        parts = dict.fromkeys(BLOCK_KINDS, 0)
-        parts["workspace"] = self.peak_workspace
-        modules: Counter[str] = Counter()
-        for event in trace.events[: self.peak_at + 1]:
-            block = trace.blocks[event.block]
-            parts[block.kind] = parts.get(block.kind, 0) + event.nbytes
-            if block.call is not None and block.call.kind == CUBLAS:
-                parts["workspace"] += self._sizes[block.call][0]
-            if block.kind == "activation":
-                modules[block.module] += event.nbytes
+        live = trace.remembered(("live", self.peak_at), lambda: _live_at(trace, self.peak_at))
+        kept = sum(self._sizes[call][0] for call in live.kept)
         peak = trace.events[self.peak_at] if trace.events else None
         peak_block = trace.blocks[peak.block] if peak is not None else None
         return MemoryProfile(
@@ -205,8 +219,8 @@ class TraceReplay:
             peak_phase=peak.phase if peak is not None else "setup",
             peak_operator=peak_block.operator if peak_block is not None else "",
             peak_module=peak_block.module if peak_block is not None else "",
-            peak_parts=parts,
-            peak_modules={name: nbytes for name, nbytes in modules.most_common() if nbytes},
+            peak_parts=live.parts | {"workspace": live.parts["workspace"] + self.peak_workspace + kept},
+            peak_modules=live.modules,
             timeline=tuple(self.moments),
             snapshot=self.snapshot(),
             workspaces=self.workspaces,

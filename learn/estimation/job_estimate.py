@@ -167,16 +167,25 @@ def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile
 def _largest_and_most_live(trace: StepTrace, sizes: Mapping[LibraryCall, int]) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the peak of live bytes with `_WORKSPACES_AT_LIMIT` times
     it."""
+    most, live_at_calls = trace.remembered("live at calls", lambda: _live_at_calls(trace))
+    largest, most_live = 0, float(most)
+    for call, live_bytes in live_at_calls:
+        largest = max(largest, sizes[call] if call.spare else 0)
+        most_live = max(most_live, live_bytes + (_WORKSPACES_AT_LIMIT if call.spare else 1) * sizes[call])
+    return largest, most_live
+
+
+def _live_at_calls(trace: StepTrace) -> tuple[int, list[tuple[LibraryCall, int]]]:
+    """Return the most live bytes of a step, and those at each call of a library but cuBLAS."""
     from featurize.operators.library_calls import CUBLAS
 
     live = list(accumulate(event.nbytes for event in trace.events))
-    largest, most_live = 0, float(max(live, default=0))
+    at_calls = []
     for event, live_bytes in zip(trace.events, live, strict=True):
         call = trace.blocks[event.block].call if event.nbytes == 0 else None
         if call is not None and call.kind != CUBLAS:
-            largest = max(largest, sizes[call] if call.spare else 0)
-            most_live = max(most_live, live_bytes + (_WORKSPACES_AT_LIMIT if call.spare else 1) * sizes[call])
-    return largest, most_live
+            at_calls.append((call, live_bytes))
+    return max(live, default=0), at_calls
 
 
 def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
