@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec, device_features
 from featurize.job.training_settings import MATH_BITS, OPTIMIZERS, TrainingSettings
-from featurize.memory.cudnn_workspaces import scenario_features
+from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
@@ -258,17 +258,26 @@ def features_on(
         "job_log_batch_bytes": _log(nbytes),
     }
     steps = time_steps(trace, [spec for spec, _ in placed], settings)
-    of_replays: dict[int, dict[str, float]] = {}  # GPU models with equal libraries share a replay
+    of_replays: dict[int, tuple[dict[str, float], dict[str, float]]] = {}  # GPU models with equal libraries share one
     features = []
     for (spec, memory), step in zip(placed, steps, strict=True):
         if id(memory) not in of_replays:
-            of_replays[id(memory)] = of_job | _allocator_features(trace, memory)
+            reserved = reserved_by_scenario(trace, spec).items()
+            scenarios_mib = {f"job_scenario_{name}": nbytes / MIB for name, nbytes in reserved}
+            of_replays[id(memory)] = of_job | _allocator_features(trace, memory), scenarios_mib
+        of_replay, scenarios_mib = of_replays[id(memory)]
+        outside = outside_mib(trace, spec)
+        total = memory.peak_reserved / MIB + outside
         timed = step.with_input(waits_ms)
         of_time = features_of_time(timed)
         features.append(
             {
-                **of_replays[id(memory)],
-                **_card_features(trace, memory, spec),
+                **of_replay,
+                "job_memory_mib": total,
+                "job_outside_mib": outside,
+                "job_log_memory": _log(total),
+                # The logarithm (base 2) of the ratio of the job's memory in a scenario to its memory as replayed.
+                **{name: math.log2((mib + outside) / total) for name, mib in scenarios_mib.items()},
                 **dict(zip(_prefixed(tuple(of_time)), of_time.values(), strict=True)),
                 "job_input_share": waits_ms / timed.step_time_ms,
                 "job_step_time_ms": timed.step_time_ms,
@@ -388,17 +397,6 @@ def _allocator_features(trace: StepTrace, memory: MemoryProfile) -> dict[str, fl
         "job_workspaces": float(len(trace.blocks) - len(sizes)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
-    }
-
-
-def _card_features(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec) -> dict[str, float]:
-    outside = outside_mib(trace, spec)
-    total = memory.peak_reserved / MIB + outside
-    return {
-        "job_memory_mib": total,
-        "job_outside_mib": outside,
-        "job_log_memory": _log(total),
-        **{f"job_scenario_{name}": ratio for name, ratio in scenario_features(trace, spec, outside, total).items()},
     }
 
 

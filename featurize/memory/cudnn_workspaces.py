@@ -1,7 +1,7 @@
 """Workspaces of a traced step's convolutions on one GPU model: from cuDNN, or guessed, with scenarios for the guesses.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
-Without a GPU, and without asking cuDNN, workspaces of convolutions are not known. `scenario_features` returns the
+Without a GPU, and without asking cuDNN, workspaces of convolutions are not known. `reserved_by_scenario` returns the
 peak under several assumptions, which a learner weights by measurements.
 """
 
@@ -16,7 +16,6 @@ from functools import cached_property
 
 import torch
 
-from conf.units import MIB
 from featurize.cudnn.oracle import OLDEST, CudnnOracle, cudnn_of, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
@@ -176,21 +175,8 @@ SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
 
-def scenario_features(trace: StepTrace, spec: DeviceSpec, outside_mib: float, memory_mib: float) -> dict[str, float]:
-    """Return scenario -> logarithm (base 2) of the ratio of the job's memory under it to its memory as replayed.
-
-    Args:
-        trace: The step.
-        spec: The GPU model. Its capacity is ignored.
-        outside_mib: Memory outside the allocator.
-        memory_mib: The job's memory as replayed, `outside_mib` included.
-    """
-    reserved = reserved_by_scenario(trace, spec)
-    return {name: math.log2((nbytes / MIB + outside_mib) / memory_mib) for name, nbytes in reserved.items()}
-
-
 def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
-    """Return scenario -> the peak of reserved bytes.
+    """Return scenario -> the peak of reserved bytes. The GPU model's capacity is ignored.
 
     `settled` uses the guessed workspaces, as the replay does, and repeats the last step until reserved memory is
     constant. The others take copies of image, kernel and response for some convolutions, over the replay's own steps.

@@ -409,7 +409,7 @@ class Draft:
         else:
             runs, notes = own_runs.of(self.job.batch_size, self.device)
         if not runs:
-            return estimate.with_values(notes=(*estimate.notes, *notes))
+            return estimate.with_values(notes=(*estimate.notes, *notes)) if notes else estimate
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
 
