@@ -89,8 +89,11 @@ class DiskCache:
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:
         """Store entries if possible. If two processes write the same entry, the later one wins."""
-        packed = ((key, zlib.compress(content, 1)) for key, content in entries)
-        rows = [(key, hashlib.sha256(key.encode() + content).digest(), content) for key, content in packed]
+        contents = dict(entries)
+        packed = {content: zlib.compress(content, 1) for content in set(contents.values())}  # many may be equal
+        rows = []
+        for key, content in contents.items():
+            rows.append((key, hashlib.sha256(key.encode() + packed[content]).digest(), packed[content]))
         try:
             self._write(rows)
         except (sqlite3.OperationalError, OSError):  # busy, full, or not writable
