@@ -117,8 +117,8 @@ def replay(
 
 
 class _Live(NamedTuple):
-    """What a trace keeps alive after one of its events: bytes by kind of block, and of activations by module, the most
-    first; and the calls of cuBLAS so far, which keep their workspaces."""
+    """Memory that is alive after one of a trace's events: bytes by kind of block, and of activations by module, the
+    most first; and the calls of cuBLAS so far, which keep their workspaces."""
 
     parts: dict[str, int]
     modules: dict[str, int]

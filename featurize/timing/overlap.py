@@ -150,12 +150,10 @@ def simulate(
     *,
     layout: Parallel | None = None,
     memory: MemoryProfile | None = None,
-    timed: TimedStep | None = None,
 ) -> SimulatedStep:
     """Price a traced step on one GPU model, on the machine of its description. `settings` are the trace's own, fp32 by
     default: operators on fp32 tensors run in TF32 where the precision allows it. With the `layout` of a job on several
-    GPUs, the step is a rank's. `memory` is an existing replay, and
-    `timed` an existing time.
+    GPUs, the step is a rank's. `memory` is an existing replay.
 
     Raises:
         UsageError: The GPU model's description lacks the interconnect that the layout needs.
@@ -165,7 +163,7 @@ def simulate(
         trace=trace,
         spec=spec,
         memory=memory or replay(trace, spec, cudnn_benchmark=settings.cudnn_benchmark),
-        timed=timed or time_step(trace, spec, settings),
+        timed=time_step(trace, spec, settings),
         process_mib=outside_mib(trace, spec),
         communication=Communication() if layout is None else communication_of(trace, spec, settings, layout),
     )

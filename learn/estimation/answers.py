@@ -70,11 +70,7 @@ def _make_estimates(
     trace_together(drafts, traces)
     beyond = beyond_fits(request.job)
     for draft in drafts:
-        if draft.error is None:
-            try:
-                draft.choose_sources(models, beyond)
-            except CommandError as error:
-                draft.error = error
+        draft.attempt(Draft.choose_sources, models, beyond)
     models.ask((question for draft in drafts if draft.error is None for question in draft.questions), traces)
     outcomes: list[tuple[Estimate | CommandError, SimulatedStep | None]] = []
     for draft in drafts:

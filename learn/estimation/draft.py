@@ -7,7 +7,7 @@ targets that these do not answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,14 @@ class Draft:
         if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+    def attempt(self, stage: Callable[..., None], *arguments: object) -> None:
+        """Run a stage, unless an earlier one failed, and keep its error."""
+        if self.error is None:
+            try:
+                stage(self, *arguments)
+            except CommandError as error:
+                self.error = error
 
     def prepare(self) -> None:
         """Prepare the platform for the trace. Raises `UsageError` for a GPU model that the job cannot run on."""
@@ -443,21 +451,14 @@ def beyond_fits(job: TrainingJob) -> str:
 
 def trace_together(drafts: Sequence[Draft], traces: Traces | None) -> None:
     """Trace the step of one job for its drafts on several platforms. `traces` as in `learn.job.traced.steps_of`."""
-    ready = []
     for draft in drafts:
-        try:
-            draft.prepare()
-            ready.append(draft)
-        except CommandError as error:
-            draft.error = error
+        draft.attempt(Draft.prepare)
+    ready = [draft for draft in drafts if draft.error is None]
     job, allocator, timeline = drafts[0].job, drafts[0].platform.allocator, drafts[0].timeline
     devices = [draft.device for draft in ready]
     steps = steps_of(job, devices, allocator=allocator, timeline=timeline, traces=traces)
     for draft, step in zip(ready, steps, strict=True):
-        try:
-            draft.take_step(step)
-        except CommandError as error:
-            draft.error = error
+        draft.attempt(Draft.take_step, step)
 
 
 def _merge(notes: list[Note]) -> list[Note]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -24,7 +24,6 @@ from featurize.trace.trace_cache import Fingerprint, is_installed
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
-    from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
     from featurize.timing.overlap import SimulatedStep
     from featurize.trace.trace_cache import Traces
@@ -82,58 +81,47 @@ def steps_of(
         timeline: Whether to keep the allocator's state after every event in `memory.timeline`.
         traces: The job's traces that the caller keeps.
     """
-    from featurize.timing.overlap import simulate
     from featurize.timing.step_time import time_steps
 
     steps: dict[DeviceSpec, SimulatedStep | CommandError] = {}
-    placed: dict[DeviceSpec, _Placed] = {}
-    alike: dict[int, list[DeviceSpec]] = {}
-    failure: CommandError | None = None
+    alike: dict[int, tuple[StepTrace, list[DeviceSpec]]] = {}
     for spec in specs:
         try:
-            if failure is not None:
-                raise failure
-            placed[spec] = _place(job, trace_of(job, spec, traces), spec, allocator, timeline)
-            alike.setdefault(id(placed[spec].trace), []).append(spec)
+            trace = trace_of(job, spec, traces)
         except CommandError as error:
-            steps[spec] = error
             if spec is specs[0] and not isinstance(error, UnsuitableDevice):
-                failure = error
-    for of_trace in alike.values():
-        timed = time_steps(placed[of_trace[0]].trace, of_trace, job.settings)
-        for spec, step in zip(of_trace, timed, strict=True):
-            trace, memory, of_ranks = placed[spec]
+                return [error for _ in specs]
+            steps[spec] = error
+        else:
+            alike.setdefault(id(trace), (trace, []))[1].append(spec)
+    for trace, on in alike.values():
+        if trace.pipeline is None:
+            time_steps(trace, on, job.settings)  # in one pass, which each step reads
+        for spec in on:
             try:
-                simulated = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, timed=step)
+                steps[spec] = _simulate(job, trace, spec, allocator, timeline)
             except CommandError as error:
                 steps[spec] = error
-            else:
-                steps[spec] = replace(simulated, of_ranks=of_ranks) if of_ranks else simulated
     return [steps[spec] for spec in specs]
 
 
-class _Placed(NamedTuple):
-    """A rank's trace, the replay of its memory on a GPU model, and those of all ranks of its pipeline."""
-
-    trace: StepTrace
-    memory: MemoryProfile
-    of_ranks: Mapping[int, MemoryProfile]
-
-
-def _place(
+def _simulate(
     job: TrainingJob, trace: StepTrace, spec: DeviceSpec, allocator: AllocatorSettings | None, timeline: bool
-) -> _Placed:
-    """Replay the memory of a traced step on one GPU model; of a pipeline, the rank that needs the most is chosen."""
+) -> SimulatedStep:
+    """Replay and price a traced step on one GPU model; of a pipeline, that of the rank that needs the most memory."""
     from featurize.memory.replay import replay
-    from featurize.timing.overlap import ranks_of_stages
+    from featurize.timing.overlap import ranks_of_stages, simulate
 
     on_card = partial(replay, spec=spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
-    if trace.pipeline is None or not trace.pipeline.groups:
-        return _Placed(trace, on_card(trace, timeline=timeline), {})
-    of_ranks = {group.ranks[0]: on_card(group.trace) for group in trace.pipeline.groups}
+    on_rank = partial(simulate, spec=spec, settings=job.settings, layout=job.parallel)
+    groups = () if trace.pipeline is None else trace.pipeline.groups
+    if not groups:
+        return on_rank(trace, memory=on_card(trace, timeline=timeline))
+    of_ranks = {group.ranks[0]: on_card(group.trace) for group in groups}
     worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
-    trace = trace.remembered("ranks", lambda: ranks_of_stages(trace))[worst]
-    return _Placed(trace, on_card(trace, timeline=True) if timeline else of_ranks[worst], of_ranks)
+    trace = ranks_of_stages(trace)[worst]
+    step = on_rank(trace, memory=on_card(trace, timeline=True) if timeline else of_ranks[worst])
+    return replace(step, of_ranks=of_ranks)
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
