@@ -152,6 +152,8 @@ def trace_step(
         settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
+    if parallel is not None:
+        require_traceable(parallel)
     spec = describe_device(device)
     trace = functools.partial(
         _trace,
@@ -519,7 +521,6 @@ def played_rank(parallel: Parallel, training: Training, rank: int = 0, *, every_
 
             yield PartitionedRank(parallel, rank, training)
         elif parallel.shards or parallel.degrees.pp > 1:
-            require_traceable(parallel)
             from featurize.training.sharded_rank import ShardedRank, pretended_ranks  # their imports take half a second
 
             mesh, streams, experts = stack.enter_context(pretended_ranks(parallel, rank))
