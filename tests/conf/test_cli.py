@@ -26,6 +26,7 @@ def _run(argv, entry=lambda cfg: None, name="submit"):
         (["+arch=cnn"], "missing n="),
         (["+arch=cnn", "n=5", "policy=[uniform"], "policy=[uniform"),
         (["+arch=cnn", "n=5", "+polcy=uniform"], "unknown key 'polcy'; did you mean policy?"),
+        (["+arch=cnn", "nn=5", "polcy=a"], "; unknown key 'polcy'; did you mean policy?"),
         (["--n", "5"], "unknown option '--n'"),
     ],
 )
@@ -65,6 +66,7 @@ def _own_space(family):
 def test_what_is_given_of_a_search_space_replaces_what_stood_there(text, value, plus):
     after = _space(f"{plus}arch.space.batch_size={text}", family="gpt")
     assert after == _own_space("gpt") | {"batch_size": value}
+    assert list(after) == list(_own_space("gpt")), "the order is part of a space's identity"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])

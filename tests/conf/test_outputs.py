@@ -50,6 +50,14 @@ def test_a_pipe_takes_the_bytes_and_stays_a_pipe(place):
     assert got == [b"x" * 200_000] and stat.S_ISFIFO(fifo.stat().st_mode)
 
 
+def test_a_pipe_in_a_folder_that_takes_no_files_is_written():
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as end:
+        write_output(checked_output(f"/dev/fd/{writing}"), b"x")
+        os.close(writing)
+        assert end.read() == b"x"
+
+
 def test_a_device_takes_the_bytes_and_stays_a_device(place):
     write_output("/dev/null", b"x")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

@@ -22,13 +22,25 @@ def test_a_folder_that_others_may_look_into_is_this_users_but_not_private(place)
     assert not opened(place) and opened(place, private=False)
 
 
-def test_a_file_is_private_if_only_this_user_writes_to_it(place):
+def test_a_link_a_file_another_users_folder_and_no_folder_are_none(place, tmp_path):
+    (tmp_path / "link").symlink_to(place)
+    (tmp_path / "file").touch()
+    assert not any(opened(tmp_path / name, private=False) for name in ("link", "file", "nothing"))
+    if os.geteuid() == 0:
+        os.chown(place, 12345, 12345)
+        assert not opened(place, private=False)
+
+
+def test_a_file_is_own_if_it_is_plain_and_private_if_only_this_user_writes_to_it(place):
     (place / "file").touch()
     (place / "file").chmod(0o664)
+    (place / "link").symlink_to("file")
+    os.mkfifo(place / "pipe")
     with own_folder(place, private=True) as folder:
         os.close(open_own_file(folder, "file"))
-        with pytest.raises(PermissionError):
-            open_own_file(folder, "file", private=True)
+        for name, private in (("file", True), ("link", False), ("pipe", False)):
+            with pytest.raises(OSError):
+                open_own_file(folder, name, private=private)
         os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
     assert (place / "new").stat().st_mode & 0o777 == 0o600
 

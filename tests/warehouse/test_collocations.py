@@ -1,5 +1,6 @@
 """The tables `collocations` and `ranks`: their rows through landing, checks, import, data sets and publication."""
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, csv_file, findings_of, ranks, run_row, samples, take_in
@@ -184,12 +185,14 @@ def of_two(index, **changes):
 
 
 def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
-    RunWriter(folder).write(of_two(1), samples(1), None, ranks(rank=[0, 2]))
+    of_both = samples(2, rank=[0, 1]).set_column(0, "t_ms", pa.array([5.0, 5.0]))
+    RunWriter(folder).write(of_two(1), of_both, None, ranks(rank=[0, 2]))
     RunWriter(folder).write(of_two(2), samples(1), None, ranks())
     (folder.partition("ranks", "cnn") / "J-000002.parquet").unlink()
     findings = {finding.rule: finding.examples for finding in findings_of(folder)}
     assert findings["ranks.rows"] == ("J-000002: 0 ranks, ranks=2",)
     assert findings["impossible.ranks.number"] == ("J-000001-r00001 rank=2",)
+    assert "duplicate.sample" not in findings, "two ranks are read at one time"
 
 
 def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path, no_checks):

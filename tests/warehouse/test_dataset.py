@@ -428,6 +428,19 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(of_all_kinds,
     assert not (tmp_path / "other").exists()
 
 
+def test_damaged_and_foreign_files_of_a_data_set_are_named_and_land_nothing(of_all_kinds, out, tmp_path):
+    shutil.copytree(of_all_kinds, out)
+    path = next(out.glob("mlp/*-runs.parquet"))
+    shutil.copytree(out / "mlp", out / "gpt")
+    with pytest.raises(EnvironmentProblem, match="holds runs of mlp: it has been moved or renamed"):
+        loaded(out, tmp_path / "other")
+    shutil.rmtree(out / "gpt")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(EnvironmentProblem, match=r"runs\.parquet cannot be read"):
+        loaded(out, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "column", "value", "words"),
     [

@@ -48,6 +48,13 @@ def kernel_file(path, *rows):
     return path
 
 
+def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(folder):
+    writer = RunWriter(folder)
+    writer.write(run_row(1), samples(1), kernels()).unlink()  # as killed before its run landed
+    writer.write(run_row(1), samples(1))
+    assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
+
+
 def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp_path, views_file):
     for at in range(3):
         take_in(folder.root, "neusight", kernel_file(tmp_path / f"{at}.parquet", CELLS | {"latency_ms": 1.0 + at}))

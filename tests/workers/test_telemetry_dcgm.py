@@ -145,9 +145,9 @@ def test_values_are_put_back_by_the_lag_and_average_one_interval(server, clock):
 
 def test_value_that_stays_the_same_is_measured_at_the_exporters_interval(server, clock):
     sensor, energy = watched(server, clock), Energy(server)
-    for _ in range(3):  # the exporter's interval is learned: a second
+    for gap_s in (1, 1, 2, 1):  # the exporter's interval is learned: a second, also where a change was missed
         energy.grow()
-        clock.pass_s(1)
+        clock.pass_s(gap_s)
         assert qualities(sensor.sample()) == ["measured"]
     samples = []
     for _ in range(20):  # then nothing changes for four seconds

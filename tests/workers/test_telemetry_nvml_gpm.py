@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 
+import pynvml
 import pytest
 from recorded_nvml import (
     A100_UUID,
@@ -17,9 +20,10 @@ from recorded_nvml import (
 )
 
 from tests.surroundings import waiting_process
+from workers.devices import cuda
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import GpmSensor, NvmlSensor
+from workers.telemetry.nvml import GpmSensor, NvmlSensor, belongs_to
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20
@@ -194,6 +198,11 @@ def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothin
         assert rates() == expected
 
 
+def test_descendants_belong_to_a_trial_and_strangers_do_not():
+    with waiting_process(start_new_session=True) as child:
+        assert belongs_to(child.pid, os.getpid()) and not belongs_to(os.getpid(), child.pid)
+
+
 def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     nvml = FakeGpmNvml()
     sensor, clock = gpm_watched(nvml)
@@ -239,6 +248,16 @@ def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
         sensor.sample()
 
 
+def test_the_reading_after_a_failed_gpm_sample_spans_it():
+    nvml = FakeGpmNvml()
+    sensor, clock = gpm_watched(nvml)
+    start_ns = clock.now_ns
+    for nvml.failing, expected in ((999, (None, "unavailable")), (None, (start_ns, "measured"))):
+        clock.pass_s(0.1)
+        (sample,) = sensor.sample()
+        assert (sample.since_ns, sample.quality) == expected
+
+
 def test_gpm_of_a_mig_slice_samples_its_gpu_instance():
     nvml = FakeGpmNvml(path=MIG_SESSION)
     sensor, clock = gpm_watched(nvml, SMALL_SLICE_UUID)
@@ -271,3 +290,9 @@ def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_me
     with pytest.raises(SensorUnavailable, match="shares with other compute instances"):
         watched(nvml, SLICE_UUID, GpmSensor)
     assert "memory_used_mib" in watched(nvml, SLICE_UUID).sample()[0].values
+
+
+def test_the_part_of_nvml_that_is_used_is_there():
+    sources = inspect.getsource(nvml_module) + inspect.getsource(cuda)
+    used = set(re.findall(r"\bnvml\.(nvml\w+|NVML\w+)", sources))
+    assert len(used) > 38 and not [name for name in used if not hasattr(pynvml, name)]
