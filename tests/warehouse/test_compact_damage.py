@@ -144,6 +144,19 @@ def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     assert run_ids(folder) == ids(range(3))
 
 
+def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):
+    fill(folder, range(3))
+    path = planted_merge(folder, [0], [])
+    gone = f"family=cnn/{new_merged_name()}"
+    hidden = tuple(f"family=cnn/{run_id}.parquet" for run_id in ids(range(3)))
+    Listing(listing_file(folder, "runs", os.path.basename(gone)), gone, hidden, 0.0).write()
+    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", (gone,), 0.0).write()
+    for hours in (-1, 30, 60):
+        assert run_ids(folder) == ids(range(3))
+        compact_at(folder, hours)
+    assert run_ids(folder) == ids(range(3))
+
+
 def merge_twice(folder):
     """Merge three runs, then these and three more; return the first merged file and the second."""
     fill(folder, range(3))

@@ -34,6 +34,13 @@ def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(fol
     assert contents(folder.root) == before
 
 
+def test_older_schema_is_brought_up_to_date(folder):
+    folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION - 1}))
+    folder.open()
+    folder.create()
+    assert json.loads(folder.format_marker.read_text())["schema_version"] == SCHEMA_VERSION
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "schema_version": 1}'])
 def test_damaged_marker_is_named(folder, text):
     folder.format_marker.write_text(text)

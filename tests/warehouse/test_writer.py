@@ -177,7 +177,7 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize(
     "reader",
-    ["pyarrow.parquet.read_metadata", "pyarrow.parquet.ParquetFile", "warehouse.files.plain_file.open_plain"],
+    ["pyarrow.parquet.read_metadata", "pyarrow.parquet.ParquetFile", "warehouse.files.merged.Listing.read"],
 )
 def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_or_its_listing_cannot_be_read(
     folder, monkeypatch, code, reader

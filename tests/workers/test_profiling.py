@@ -206,6 +206,10 @@ def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
     assert list(ReportReader(virtual=True, kernels=True).feed(content))[-1] == BROKEN
 
 
+def test_ids_of_jobs_without_kernels_stay_as_they_were():
+    assert "kernels" not in TrialSettings(window=WindowSettings()).to_mapping()
+
+
 @pytest.fixture(params=["worker", "simulated"])
 def either(request):
     return request.getfixturevalue(request.param)

@@ -6,7 +6,7 @@ import pytest
 
 from warehouse.tables.schema import QUALITIES, RUN_SCHEMA
 from workers.labels.quality import REASONS
-from workers.labels.run_labels import counter_growth, label_run
+from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
 from workers.telemetry.base import Sample, window_mean
 from workers.trial.reports import Observed
 
@@ -274,6 +274,12 @@ def test_a_cpu_run_has_no_reasons_of_a_gpu_and_a_simulated_one_none():
     assert (quality, reasons, columns["smact"]) == ("trusted", set(), 0.3)
 
 
+@pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])
+def test_the_cpu_peak_holds_what_the_trial_started(reported, sampled, expected):
+    samples = [("process", Sample(5, {"rss_mib": sampled}))]
+    assert verdict(samples, backend="cpu", values={"peak_memory_mib": reported})[2]["peak_memory_mib"] == expected
+
+
 @pytest.mark.parametrize("status", ["oom", "timeout", "crashed", "invalid"])
 def test_a_run_without_a_window_or_a_sample_is_judged(status):
     quality, _, columns = verdict([], status=status, warmup_ns=None, window_ns=None, window_end_ns=None, values={})
@@ -285,6 +291,21 @@ def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_
     growths = [counter_growth(counter, "energy_j", *window) for window in ((20, 60), (0, 80), (35, 45))]
     assert growths == [pytest.approx(400.0), pytest.approx(800.0), None]
     assert [counter_growth(few, "energy_j", 0, 80) for few in (counter[:1], [])] == [None, None]
+
+
+def test_a_peak_between_two_samples_counts():
+    """The allocator gives cached blocks back before NVML is read again: its own peak plus the context is the label."""
+    samples = [
+        ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
+        ("torch", Sample(2, {"reserved_mib": 1000.0})),
+    ]
+    assert peak_memory_mib(samples, 3000.0) == (3500.0, False)
+    assert peak_memory_mib(samples, None) == (1500.0, False)
+
+
+def test_memory_that_an_earlier_trial_gives_back_late_is_not_taken_from_the_label():
+    used = [("nvml", Sample(t_ns, {"memory_used_mib": mib})) for t_ns, mib in enumerate((20_000.0, 500.0, 1500.0))]
+    assert peak_memory_mib([*used, ("torch", Sample(3, {"reserved_mib": 900.0}))], None) == (1000.0, True)
 
 
 def samples_of(*pairs):

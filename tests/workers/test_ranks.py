@@ -181,6 +181,11 @@ def test_a_report_of_ranks_that_breaks_the_rules_is_refused(lines):
     assert list(ReportReader(ranks=2).feed(lines))[-1] == BROKEN
 
 
+def test_a_trial_of_one_process_reports_no_rank():
+    assert list(ReportReader().feed(b'{"event":"rank","rank":0,"values":{}}\n'))[-1] == BROKEN
+    assert list(ReportReader().feed(RANKS))[-1] == BROKEN
+
+
 def test_ranks_of_a_simulated_gpu_are_traced_and_say_so(simulated):
     alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
     result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
