@@ -22,7 +22,7 @@ from featurize.device.device_spec import load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
-from learn import estimate
+from learn import devices_that_fit, estimate
 from learn.estimation import answers
 from learn.job.traced import key_of
 from learn.job.training_job import of_module
@@ -314,6 +314,18 @@ def test_a_module_that_was_asked_about_is_not_kept():
     assert first and [reference() for reference in references] == [None] * 3
     keys = [key(nn.Linear(4, width)) for width in range(1, 30)]
     require_different(keys)
+
+
+def attention():
+    return nn.Sequential(nn.TransformerEncoderLayer(64, 4, batch_first=True), nn.Flatten(), nn.Linear(64 * 32, 10))
+
+
+def test_gpus_of_a_table_share_a_trace_where_none_can_differ_and_have_the_figures_of_single_answers(traced):
+    job = {"inputs": (4, 32, 64), "precision": "fp16"}
+    rows = devices_that_fit(attention, devices=("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "MI100"), **job)
+    assert len(traced) == 3  # an A100 and an H100 attend alike, a V100 has no flash attention, an MI100 no fused one
+    for row in rows:
+        assert figures(row.estimate) == figures(estimate(attention, device=row.device, **job))
 
 
 def test_tensors_without_memory_are_not_read():

@@ -92,6 +92,12 @@ def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
     assert 1.01 < near.upper_mib / near.peak_memory_mib <= 1.07 + 1e-9
 
 
+def test_of_runs_of_one_batch_that_differ_the_median_counts_and_none_lies_above_the_bound():
+    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2600, 2000)]
+    done = estimate(net, images(64), known=runs)
+    assert done.peak_memory_mib == pytest.approx(2300, abs=1) and done.upper_mib > 2600
+
+
 @pytest.fixture
 def measured_folder(tmp_path):
     """A data folder that measured MLP at half its batch, 250 MiB above the trace, on an A100."""
@@ -178,8 +184,11 @@ def test_runs_of_other_jobs_and_gpus_simulated_ones_and_odd_ones_are_passed_over
     assert (done.peak_memory_mib, done.upper_mib) == (alone.peak_memory_mib, alone.upper_mib)
 
 
-def test_the_command_takes_a_coverage_and_measured_runs_also_as_json(answer, shown):
-    assert "95 % bound" in shown(MAPPING, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]")
+def test_the_command_takes_a_coverage_a_report_and_measured_runs_also_as_json(answer, shown, tmp_path):
+    said = shown(
+        MAPPING, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]", f"report={tmp_path / 'out.html'}"
+    )
+    assert "95 % bound" in said and "report: " in said and (tmp_path / "out.html").exists()
     as_json = answer(MAPPING, """known='[{"batch_size": 32, "memory_mib": 1900}]'""")
     assert "1 measured run" in as_json["answered_by"]["memory"]
 

@@ -135,6 +135,14 @@ def test_every_figure_names_its_loop():
     assert any(text.startswith(note) for text in done.warnings)
 
 
+def test_all_figures_are_of_the_loop_asked_for_and_an_imported_run_is_of_a_plain_loop(tmp_path, answer):
+    resident, plain = (estimate(CONFIG, loop=loop) for loop in (RESIDENT, PIPELINE))
+    assert {(resident.loops[target], plain.loops[target]) for target in TARGETS} == {(RESIDENT, PIPELINE)}
+    assert plain.step_time_ms > resident.step_time_ms and plain.drama < resident.drama
+    write_batch(tmp_path, CONFIGS[:1], statuses=["ok"], source="imported")
+    assert answer("run=job-000000", f"data={tmp_path}")["run"]["loop"] == PIPELINE
+
+
 def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
     configs = make_configs(60, families=("mlp",))
     write_batch(tmp_path / "d", configs, statuses=["ok"] * 60)

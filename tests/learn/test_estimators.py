@@ -1,6 +1,7 @@
 """The default estimator beyond the contract, and trees as arrays: with LightGBM's and scikit-learn's very figures."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,24 @@ def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, 
         for i in range(len(cases) - 1):
             if by_trace[i] <= by_trace[i + 1]:
                 assert figures[i] <= figures[i + 1] * (1 + 1e-12)
+
+
+def test_where_trees_fall_as_the_trace_grows_the_estimate_stays(fitted, monkeypatch):
+    """The trees lower it by half as much again as the trace grows, from four times the trace at the first knot."""
+    falling = SimpleNamespace(predict=lambda table: np.log(4) - 1.5 * np.log(2) * (table[:, -1] - fitted._knots[0]))
+    monkeypatch.setattr(fitted, "_correction", falling)
+    cases = of_configs([replace(CNN, batch_size=batch) for batch in (8, 64, 256, 512)])
+    assert (np.diff(fitted.predict(cases, STEPS).point) >= 0).all()
+
+
+def test_rows_in_doubt_are_not_fitted_on():
+    configs = configs_of(40)
+    odd = np.arange(40) % 4 == 0
+    rows = make_rows("memory", configs, traced(configs) * np.where(odd, 5, 1))
+    doubted = [replace(row, doubt="odd") if at % 4 == 0 else row for at, row in enumerate(rows.records)]
+    both = replace(rows, records=tuple(doubted)), rows.subset(~odd)
+    one, other = (HybridEstimator(0).fit(each, STEPS).predict(rows.cases, STEPS).point for each in both)
+    np.testing.assert_array_equal(one, other)
 
 
 def test_it_is_never_below_what_the_weights_take(fitted):

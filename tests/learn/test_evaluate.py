@@ -8,6 +8,7 @@ import pytest
 from conf.errors import UsageError
 from learn import FitSettings, fit
 from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
+from learn.estimators.tabular import group_folds
 from learn.job.training_job import of_configs
 from learn.judging.evaluate import metrics_of, parts_of
 from learn.judging.report import metric_rows
@@ -67,6 +68,8 @@ def test_too_few_groups_are_told():
     one = rows.subset(rows.family == "cnn")
     with pytest.raises(UsageError, match="by=family: all rows are of family cnn"):
         parts_of(one, np.zeros(len(one), dtype=int), how="leave_one_out", by="family")
+    with pytest.raises(UsageError, match="all rows are near-copies of one configuration"):
+        group_folds(np.array(["same"] * 9), 5, seed=1)
 
 
 def test_utilization_is_classed_by_each_rows_own_family():
@@ -143,13 +146,16 @@ def traced(tmp_path_factory):
     return data
 
 
-def test_a_label_exceeds_a_bound_by_more_than_rounding_only():
+def test_a_label_exceeds_a_bound_by_more_than_rounding_and_out_of_memory_one_that_is_below_the_card():
     label = np.array([1000.0, 1000.0, 0.3, 0.3, 0.0, 1e-17])
     bound = np.array([1000.0 - 1e-10, 999.9, 0.1 + 0.2 - 2e-16, 0.2999, 0.0, 0.0])
     assert exceeds(label, bound).tolist() == [False, True, False, True, False, False]
     ratios = np.linspace(0.1, 0.9, 50)
     scores = bound_scores(ratios, ratios * (1 - 4e-16), np.zeros(50, dtype=bool), "ratio")
     assert (scores.coverage, scores.above) == (1.0, 0.0)
+    label, censored = np.array([10.0, 20.0, 40.0, 40.0]), np.array([False, False, True, True])  # out of memory
+    found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0]), censored, "log")
+    assert (found.coverage, found.above, found.excess) == (0.75, 0.25, pytest.approx(0.175))
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,11 @@ def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
     assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
 
 
+def test_a_target_is_scaled_with_the_inputs():
+    scaled = largest_batch(net, [2048, 256], target=[2048], device=card(700), estimator="trace")
+    assert scaled.batch == largest_batch(net, [2048, 256], device=card(700), estimator="trace").batch > 2048
+
+
 # -- batches of several shapes
 
 
@@ -238,6 +243,15 @@ def test_shares_become_steps_each_length_at_least_once_and_always_in_the_same_or
     batch, target = steps[lengths.index(200)]
     assert batch["mask"] == [4, 1, 200, 200] and batch["images"] == [4, 3, 32] and target == [4, 200]
     assert batch["input_ids"][0, 150] == 50
+
+
+@pytest.mark.parametrize("batches", [[[16, 64], [16, 192]], [[16, 192], [16, 64]]], ids=["longest last", "first"])
+def test_a_mix_takes_no_less_than_its_longest_batch_alone_and_says_what_it_fragments(batches):
+    mixed, longest = ask(batches=batches), ask([16, 192])
+    assert mixed.peak_memory_mib >= longest.peak_memory_mib and mixed.upper_mib >= longest.upper_mib
+    [note] = [text for text in mixed.warnings if "2 steps on batches of 2 shapes" in text]
+    if batches[0] == [16, 64]:  # there the mix itself reserves less
+        assert "memory is of the longest batch alone, [16, 192]" in note and mixed.breakdown == longest.breakdown
 
 
 def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():

@@ -50,6 +50,15 @@ def test_mixed_sources_are_refused_with_counts_and_mixed_where_a_list_names_them
         load_rows(mixed, "memory", source="imported")
 
 
+def test_rows_of_several_gpus_are_left_out_and_named(data):
+    configs = make_configs(33)
+    write_batch(data, configs[:30], statuses=["ok"] * 30)
+    write_batch(data, [replace(config, parallel="ddp=2") for config in configs[30:]], job="n", statuses=["ok"] * 3)
+    rows = load_rows(data, "memory")
+    assert len(rows) == 30 and rows.counts["unreadable"] == 3
+    assert any("job on several GPUs (ddp=2)" in remark for remark in rows.remarks)
+
+
 def test_family_is_chosen_and_an_absent_one_is_named(data):
     write_batch(data, make_configs(40, families=MOSTLY_MLPS), statuses=["ok"] * 40)
     assert set(load_rows(data, "memory", family="mlp").family) == {"mlp"}
@@ -143,6 +152,7 @@ def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
     assert {doubt[run] for run in doubt if run.startswith("unsaid")} == {"in doubt"}
     assert {doubt[run] for run in doubt if run.startswith(("job", "other"))} == {""}
     assert len(rows) == 35 and len(rows.trusted) == 29 and (rows.trusted.doubt == "").all()
+    assert all(case.training_loop for case in rows.cases), "imported runs are of a plain loop"
 
 
 BATCHES = (4, 8, 16, 32)

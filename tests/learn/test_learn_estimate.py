@@ -19,7 +19,7 @@ from featurize.training.training_step import Training
 from learn import FitSettings, estimate, fit
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
 from learn.job.training_job import of_configs
-from tests.featurize.small_nets import Computes
+from tests.featurize.small_nets import Computes, linear_then
 from tests.learn.learn_rows import make_configs, restamp, run_estimate, write_batch
 from warehouse.files.folder import DataFolder
 
@@ -154,6 +154,20 @@ def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
     assert known() is None
 
 
+def test_fast_answers_are_of_the_folders_own_model_for_the_gpu_model_of_its_rows(data):
+    (config,) = make_configs(1, families=("mlp",))
+    own, elsewhere = (estimate(config, method="fast", data=data, device=gpu) for gpu in ("a100", "H200-SXM-141GB"))
+    assert own.answered_by["memory"] == f"lightgbm {find_latest(data, 'memory').version}"
+    assert own.answered_by["smact"] == elsewhere.answered_by["memory"] == "lightgbm (default)"
+
+
+def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_it():
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        estimate(lambda: nn.Sequential(nn.Linear(torch.randint(8, 9, ()).item(), 8), nn.Dropout()), (4, 8))
+        assert torch.is_inference_mode_enabled() and torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_model_of_another_family_or_device_does_not_answer(data):
     (cnn,) = make_configs(1, families=("cnn",))
     assert estimate(cnn, data=data).answered_by["memory"] == DEFAULT
@@ -211,6 +225,10 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
         (
             lambda: estimate(wide_net, SHAPE, accumulation=4, estimator="horus"),
             "horus has no answer: it does not know accumulation=4",
+        ),
+        (
+            lambda: estimate(lambda: linear_then(lambda y: {"mean": y}, 8, 8), (4, 8)),
+            "has no logits to take cross entropy of",
         ),
         (
             lambda: estimate(wide_net, SHAPE, torch_version="9.0"),

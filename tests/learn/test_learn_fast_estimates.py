@@ -126,6 +126,8 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
     memory, device = estimate(CONFIG, method="fast", device=unknown).warnings[:2]
     assert memory == "out of memory: A100-OF-MINE has 1,000 MiB"
     assert device.startswith("unlike what method=fast was fitted on: device A100-OF-MINE: fitted on A100")
+    tight = dataclasses.replace(A100, memory_mib=estimate(CONFIG, method="fast").peak_memory_mib + 1)
+    assert "it may run out of memory: the bound is above" in estimate(CONFIG, method="fast", device=tight).warnings[0]
 
 
 @pytest.mark.parametrize(

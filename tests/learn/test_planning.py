@@ -113,6 +113,12 @@ def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
     assert {row.micro_batch for row in done.fitting} == {1}  # of 1,025 samples
 
 
+def test_a_model_without_blocks_is_planned_without_checkpointing():
+    done = planned(model=lambda: nn.Linear(WIDTH, 10), batch=8, global_batch=64)
+    recomputed = [row for row in done.rows if row.checkpointing == "full"]
+    assert done.fitting and recomputed and all("repeated blocks" in row.why for row in recomputed)
+
+
 @pytest.mark.needs_mode("fsdp")
 def test_blocks_that_repeat_are_traced_once(all_modes):
     device = replace(CARD, memory_mib=4200.0)
@@ -274,6 +280,13 @@ def test_the_command_prints_json(answer, tmp_path):
 )
 def test_the_command_refuses_in_one_line(refused, arguments, problem):
     assert problem in refused(*arguments, run=run)
+
+
+def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
+    layouts, _ = meshes.meshes_of(8, meshes.layout_settings(8, "param_dtype=bf16,static_graph=true"))
+    for one in layouts:
+        assert one.fsdp.param_dtype == ("bf16" if one.degrees.fsdp > 1 else None)
+        assert one.ddp.static_graph == (one.degrees.ddp > 1 and one.degrees.fsdp == one.degrees.tp == 1)
 
 
 def test_a_batch_that_does_not_fit_is_halved():

@@ -19,6 +19,8 @@ from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import make_bins
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, restamp, write_batch
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import take_snapshot
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)
@@ -194,6 +196,17 @@ def test_copies_of_rows_that_no_longer_count_are_still_seen(fitted):
     restamp(old)
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
     assert night(data, 1, "smact", source="simulated").held_out == 20
+
+
+@pytest.mark.slow
+def test_a_refit_is_of_its_snapshot_and_of_its_gpu_model(fitted):
+    data, old = fitted
+    take_snapshot(DataFolder.resolve(data), "2026-11-21")
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40, device="H100-SXM5-80GB")
+    assert night(data, 1, "smact", snapshot="2026-11-21").held_out == 0
+    write_batch(data, POOL[:60], job="h", statuses=["ok"] * 60, device="H100-SXM5-80GB")
+    assert night(data, 2, "smact", device_name="H100-SXM5-80GB").decision == "first"
+    assert night(data, 3, "smact", device_name="A100-SXM4-40GB").current == old.name
 
 
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):

@@ -19,7 +19,7 @@ from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
-from learn.commands.estimate import entry_of_script
+from learn.commands.estimate import _OF_OTHER_JOBS, EstimateSettings, entry_of_script
 from learn.estimation import answers
 from learn.script import estimating, records
 from learn.script.command_line import parse_command
@@ -215,6 +215,15 @@ def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_ref
     ):
         with pytest.raises(UsageError, match=message):
             estimate_script(command, **given)
+
+
+def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
+    passed = {}
+    monkeypatch.setattr(estimating, "estimate_script", lambda command, **given: passed.update(given))
+    monkeypatch.setattr(EstimateSettings, "print_answer", lambda *_: None)
+    entry_of_script(EstimateSettings(), ["python", "train.py"])
+    neither = {field.name for field in dataclasses.fields(EstimateSettings)} - {*passed, *_OF_OTHER_JOBS}
+    assert neither == {"method", "format", "notes"}  # which are checked, or printed by
 
 
 # -- a script's own processes end with it; `tests/conf/test_children.py` has the limits

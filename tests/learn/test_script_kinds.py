@@ -289,17 +289,19 @@ def test_values_from_the_host_decide_shapes_and_report_and_snapshot_are_written(
 
 
 @pytest.mark.slow
-def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
-    (tmp_path / "mine").mkdir()
+def test_a_module_of_a_package_runs_with_its_arguments_and_packages_may_have_names_of_this_projects(tmp_path):
     for name, text in {
-        "__init__": "",
-        "model": "from torch import nn\n\ndef make(width):\n    return nn.Linear(width, 4)\n",
-        "train": "import sys, torch\nfrom .model import make\nwidth = int(sys.argv[1])\nmodel = make(width).cuda()\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwhile True:\n"
+        "learn/__init__": "",
+        "farm/model": "from torch import nn\n\ndef make(width):\n    return nn.Linear(width, 4)\n",
+        "conf/sizes": "import sys\nwidth = int(sys.argv[1])\n",
+        "learn/train": "import torch\nfrom farm.model import make\nfrom conf.sizes import width\n"
+        "model = make(width).cuda()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwhile True:\n"
         "    model(torch.randn(2, width).cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
     }.items():
-        (tmp_path / "mine" / f"{name}.py").write_text(text)
-    assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert estimate_script(["python", "-m", "learn.train", "16"], estimator="trace").parameters == 16 * 4 + 4
 
 
 def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tmp_path):

@@ -78,8 +78,9 @@ def test_torchrun_and_deepspeed_start_as_many_ranks_as_their_options_say(command
     read = parsed(command)
     assert (read.script, read.arguments, read.module) == (script, arguments, script == "mine.train")
     assert (read.nodes * read.per_node, read.per_node) == (ranks, per_node)
-    of_node = "LOCAL_SIZE" if "deepspeed" in command else "LOCAL_WORLD_SIZE"
-    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), of_node: str(per_node)}
+    of_torchrun = {"LOCAL_WORLD_SIZE": str(per_node), "GROUP_WORLD_SIZE": str(ranks // per_node), "GROUP_RANK": "0"}
+    of_node = {"LOCAL_SIZE": str(per_node), "CROSS_RANK": "0"} if "deepspeed" in command else of_torchrun
+    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), **of_node}
     assert wanted.items() <= read.variables.items()
 
 

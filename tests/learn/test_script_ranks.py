@@ -175,9 +175,11 @@ def train(rank, world):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        net(torch.randn(8, 64).cuda()).sum().backward()
+        loss = net(torch.randn(8, 64).cuda()).sum()
+        loss.backward()
         optimizer.step()
 """
+LOGGED = DDP + "        dist.all_reduce(loss.detach().clone(), op=dist.ReduceOp.AVG)\n"
 SHARD = (
     "from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard\n"
     "def shard(net):\n    return fully_shard([fully_shard(part) for part in net] and net)\n"
@@ -186,8 +188,8 @@ BY_ENVIRONMENT = "train(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))\
 OWN_PROCESSES = "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, args=(4,), nprocs=4, join=True)\n"
 
 
-def run(folder, adapt, end=BY_ENVIRONMENT, command=("torchrun", "--nproc-per-node=4")):
-    (folder / "train.py").write_text(DDP.replace("ADAPT", adapt) + end)
+def run(folder, adapt, end=BY_ENVIRONMENT, command=("torchrun", "--nproc-per-node=4"), text=DDP):
+    (folder / "train.py").write_text(text.replace("ADAPT", adapt) + end)
     return estimate_script([*command, "train.py"], estimator="trace")
 
 
@@ -205,6 +207,12 @@ OVER_A_MESH = (
 def test_replicas_are_those_of_a_mesh_and_of_processes_that_the_script_starts(tmp_path, adapt, end, command):
     script = run(tmp_path, adapt, end, command)
     assert script.ranks[0].count == 4 and script.sent_mib["all_reduce"] > 0
+
+
+@pytest.mark.slow
+def test_what_a_script_reduces_for_its_log_counts_as_well(tmp_path):
+    quiet, logged = (run(tmp_path, "DDP", text=text) for text in (DDP, LOGGED))
+    assert logged.sent_mib["all_reduce"] - quiet.sent_mib["all_reduce"] == pytest.approx(2 * 3 / 4 * 4 / 2**20)
 
 
 @pytest.mark.slow

@@ -164,6 +164,15 @@ def test_model_flops_are_those_of_the_paper_and_what_a_checkpoint_computes_again
     assert again.mfu * again.step_time_ms == pytest.approx(plain.mfu * plain.step_time_ms)
 
 
+def test_each_type_counts_at_its_own_rate():
+    net = nn.Sequential(nn.Conv2d(3, 32, 3, bias=False), nn.Flatten(), nn.Linear(32 * 32 * 32, 8, bias=False))
+    done = estimate(net, (4, 3, 34, 34), estimator="trace")
+    # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
+    conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 32 * 32 * 8
+    at_peak_ms = conv / (DEVICE.tflops("tf32") * 1e9) + linear / (DEVICE.tflops("fp32") * 1e9)
+    assert done.mfu * done.step_time_ms == pytest.approx(at_peak_ms)
+
+
 def test_utilization_is_unknown_where_the_gpu_has_no_rate_for_the_type():
     net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10))
     fits = devices_that_fit(net, (32, 64), devices=["T4", "A100-SXM4-40GB"], precision="bf16")
