@@ -345,7 +345,7 @@ def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(sent,
     assert not (tmp_path / "third").exists()
 
 
-def test_metadata_of_any_shape_lands_nothing(sent, tmp_path):
+def test_metadata_of_any_shape_and_what_cannot_be_read_land_nothing(sent, tmp_path):
     path = sent / find_parts(sent)[0].path("runs")
     described = (
         "",
@@ -365,15 +365,13 @@ def test_metadata_of_any_shape_lands_nothing(sent, tmp_path):
         with pytest.raises(CommandError, match=r"is not of a data set|moved or renamed"):
             loaded(sent, tmp_path / "other")
     beyond = pa.array([2**62] * table.num_rows, RUN_SCHEMA.field("started_at").type)
-    path.write_bytes(
-        to_bytes(
-            find_parts(sent)[0],
-            "runs",
-            table.set_column(table.schema.get_field_index("started_at"), "started_at", beyond),
-        )
+    impossible = to_bytes(
+        find_parts(sent)[0], "runs", table.set_column(table.schema.get_field_index("started_at"), "started_at", beyond)
     )
-    with pytest.raises(CommandError, match="cannot be read"):
-        loaded(sent, tmp_path / "other")
+    for content in (impossible, impossible[:100]):
+        path.write_bytes(content)
+        with pytest.raises(CommandError, match=r"runs\.parquet cannot be read"):
+            loaded(sent, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -424,19 +422,6 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(of_all_kinds,
     else:
         moved.symlink_to(elsewhere)
     with pytest.raises(EnvironmentProblem, match="leads out of the data set, or no plain file"):
-        loaded(out, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-def test_damaged_and_foreign_files_of_a_data_set_are_named_and_land_nothing(of_all_kinds, out, tmp_path):
-    shutil.copytree(of_all_kinds, out)
-    path = next(out.glob("mlp/*-runs.parquet"))
-    shutil.copytree(out / "mlp", out / "gpt")
-    with pytest.raises(EnvironmentProblem, match="holds runs of mlp: it has been moved or renamed"):
-        loaded(out, tmp_path / "other")
-    shutil.rmtree(out / "gpt")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(EnvironmentProblem, match=r"runs\.parquet cannot be read"):
         loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

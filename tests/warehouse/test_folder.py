@@ -36,7 +36,6 @@ def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(fol
 
 def test_older_schema_is_brought_up_to_date(folder):
     folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION - 1}))
-    folder.open()
     folder.create()
     assert json.loads(folder.format_marker.read_text())["schema_version"] == SCHEMA_VERSION
 

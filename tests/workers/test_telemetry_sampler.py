@@ -161,12 +161,6 @@ def test_new_samples_are_given_once_and_stop_gives_them_all():
     second = sampler.new_samples()
     assert [sample.t_ns for _, sample in first + second] == list(range(1, 1 + len(first) + len(second)))
     assert first and sampler.stop()[: len(first)] == first
-    assert sampler.new_samples() == []
-
-
-def test_a_source_that_is_named_twice_is_read_once():
-    sensors, missing = make_sensors(TelemetrySettings(sources=["process", "process"]), NO_GPU)
-    assert len(sensors) == 1 and missing == {}
 
 
 @pytest.mark.parametrize(
