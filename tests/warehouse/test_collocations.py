@@ -1,6 +1,5 @@
 """The tables `collocations` and `ranks`: their rows through landing, checks, import, data sets and publication."""
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, csv_file, findings_of, ranks, run_row, samples, take_in
@@ -185,8 +184,7 @@ def of_two(index, **changes):
 
 
 def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
-    of_both = samples(2, rank=[0, 1]).set_column(0, "t_ms", pa.array([5.0, 5.0]))
-    RunWriter(folder).write(of_two(1), of_both, None, ranks(rank=[0, 2]))
+    RunWriter(folder).write(of_two(1), samples(2, t_ms=[5.0, 5.0], rank=[0, 1]), None, ranks(rank=[0, 2]))
     RunWriter(folder).write(of_two(2), samples(1), None, ranks())
     (folder.partition("ranks", "cnn") / "J-000002.parquet").unlink()
     findings = {finding.rule: finding.examples for finding in findings_of(folder)}

@@ -88,15 +88,18 @@ def test_families_are_kept_apart_and_few_files_left_alone(folder):
     assert census(folder) == expected(15)
 
 
-def test_merged_files_are_merged_again_until_they_are_large(folder):
+def test_merged_files_are_merged_again_and_sorted_until_they_are_large(folder):
     for start in range(0, 10, 2):
         fill(folder, range(start, start + 2), has_details=False)
         compact_at(folder, start)
         assert census(folder) == expected(start + 2)
     compact_at(folder, 100)
-    assert len(files(folder, "runs")) <= 3
-    assert census(folder) == expected(10)
     before = files(folder, "runs")
+    assert len(before) <= 3
+    for name in before:
+        ids = pq.ParquetFile(folder.partition("runs", "cnn") / name).read(columns=["run_id"]).column(0).to_pylist()
+        assert ids == sorted(ids)
+    assert census(folder) == expected(10)
     fill(folder, range(100, 103), has_details=False)
     compact_at(folder, 200, settings=CompactionSettings(target_mib=0.001, min_files=2))
     assert set(before) <= set(files(folder, "runs"))

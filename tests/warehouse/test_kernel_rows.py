@@ -49,9 +49,8 @@ def kernel_file(path, *rows):
 
 
 def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(folder):
-    writer = RunWriter(folder)
-    writer.write(run_row(1), samples(1), kernels()).unlink()  # as killed before its run landed
-    writer.write(run_row(1), samples(1))
+    RunWriter(folder).write(run_row(1), samples(1), kernels()).unlink()  # as killed before its run landed
+    RunWriter(folder).write(run_row(1), samples(1))
     assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
 
 

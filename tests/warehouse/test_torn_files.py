@@ -357,19 +357,17 @@ def test_many_queries_need_few_descriptors_and_one_without_any_fails_in_one_line
 
 def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monkeypatch):
     fill(folder, range(1))
-    close, again, is_closing = os.close, [], []
+    close, again = os.close, []
 
     def close_while_another_thread_opens(descriptor):
-        if is_closing:
-            is_closing.clear()
-            again.append(files.open(files.glob(files_of("runs"))[1]))
+        monkeypatch.setattr(os, "close", close)
+        again.append(files.open(files.glob(files_of("runs"))[1]))
         close(descriptor)
 
-    monkeypatch.setattr("warehouse.files.folder_files.os.close", close_while_another_thread_opens)
+    monkeypatch.setattr(os, "close", close_while_another_thread_opens)
     files = FolderFiles(folder)
     _, name = files.glob(files_of("runs"))
     content = files.open(name).read()
-    is_closing.append(True)
     files.close()
     assert again[0].read() == content
 

@@ -116,7 +116,7 @@ class RecordedNvml:
     def __getattr__(self, name: str):
         if name.startswith("NVML"):
             return getattr(pynvml, name)
-        if not name.startswith("nvmlDeviceGet"):
+        if not name.startswith("nvmlDeviceGet") or not hasattr(pynvml, name):
             raise AttributeError(name)
         answer = self._processes if name.endswith("RunningProcesses") else self._answer
         return functools.partial(answer, name)

@@ -293,7 +293,7 @@ def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_
     assert [counter_growth(few, "energy_j", 0, 80) for few in (counter[:1], [])] == [None, None]
 
 
-def test_a_peak_between_two_samples_counts():
+def test_a_peak_between_two_samples_counts_and_what_an_earlier_trial_gives_back_late_does_not():
     """The allocator gives cached blocks back before NVML is read again: its own peak plus the context is the label."""
     samples = [
         ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
@@ -301,9 +301,6 @@ def test_a_peak_between_two_samples_counts():
     ]
     assert peak_memory_mib(samples, 3000.0) == (3500.0, False)
     assert peak_memory_mib(samples, None) == (1500.0, False)
-
-
-def test_memory_that_an_earlier_trial_gives_back_late_is_not_taken_from_the_label():
     used = [("nvml", Sample(t_ns, {"memory_used_mib": mib})) for t_ns, mib in enumerate((20_000.0, 500.0, 1500.0))]
     assert peak_memory_mib([*used, ("torch", Sample(3, {"reserved_mib": 900.0}))], None) == (1000.0, True)
 
