@@ -157,10 +157,9 @@ def test_a_source_that_will_not_speak_of_a_windows_end_within_a_second_is_not_wa
 
 def test_new_samples_are_given_once_and_stop_gives_them_all():
     sampler = started(Scripted("nvml", reading))
-    first = sampler.new_samples()
-    second = sampler.new_samples()
-    assert [sample.t_ns for _, sample in first + second] == list(range(1, 1 + len(first) + len(second)))
-    assert first and sampler.stop()[: len(first)] == first
+    given = sampler.new_samples() + sampler.new_samples()
+    assert [sample.t_ns for _, sample in given] == list(range(1, 1 + len(given)))
+    assert given and sampler.stop()[: len(given)] == given
 
 
 @pytest.mark.parametrize(
