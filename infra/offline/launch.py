@@ -56,6 +56,9 @@ def main(argv: "list[str]") -> int:
             raise Problem("unknown step {!r}; known: install, {}".format(unknown[0], ", ".join(manifest["steps"])))
         if unknown and others:
             raise Problem(f"unknown argument {others[0]!r}; valid are target=DIR, parts=DIR,DIR")
+        for argument in others:
+            if not all(argument.partition("=")):
+                raise Problem(f"{argument!r} is not KEY=VALUE")
         for line in install(target, manifest, folders):
             print(line, flush=True)
         if not unknown:
@@ -139,10 +142,14 @@ def check_target(target: str, manifest: "dict[str, Any]") -> None:
     """Raise `Problem` if the target holds another bundle or other files."""
     installed = os.path.join(target, "core", INSTALLED)
     if os.path.exists(installed):
-        with open(installed, encoding="utf-8") as file:
-            if json.load(file)["bundle"] != manifest["bundle"]:
-                raise Problem(f"{target} holds another bundle; name another folder with target=")
-    elif os.path.exists(target) and not set(os.listdir(target)) <= {PARTIAL}:
+        try:
+            with open(installed, encoding="utf-8") as file:
+                bundle = json.load(file)["bundle"]
+        except (OSError, ValueError, KeyError) as error:
+            raise Problem(f"{target} cannot be used as target: {INSTALLED}: {error}") from error
+        if bundle != manifest["bundle"]:
+            raise Problem(f"{target} holds another bundle; name another folder with target=")
+    elif os.path.exists(target) and not (os.path.isdir(target) and set(os.listdir(target)) <= {PARTIAL}):
         raise Problem(f"{target} is not empty and holds no install; name another folder with target=")
 
 

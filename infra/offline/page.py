@@ -30,7 +30,7 @@ from conf.reports.blocks import (
     print_page,
 )
 from infra.offline.estimated_runs import RULES, Absent, Results, read_results
-from infra.offline.results import CALLS, DATA, LOG, PROBES, SUMMARY, outcomes_of, slices_of, unpack
+from infra.offline.results import CALLS, DATA, LOG, PROBES, SUMMARY, outcomes_of, slices_of, unfinished_tests, unpack
 from infra.offline.sections import SECTIONS, Finding
 from warehouse.exchange.exporting import ExportSettings, export
 
@@ -111,7 +111,8 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], damaged: 
     warnings = [_OF_KIND[results.kind]] if results.kind in _OF_KIND else []
     warnings += [f"Runs cannot be read: {results.problem}"] if results.problem else []
     left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.left_out.items()]
-    is_odd = warnings or damaged or results.device is None or tests["failed"] or tests["error"]
+    is_tested = not (tests["failed"] or tests["error"]) and unfinished_tests(results.work) is None
+    is_odd = warnings or damaged or results.device is None or not is_tested
     device = f"no device description matches {results.device_name}" if results.device_name else "no GPU is named"
     return (
         *(Callout(warning, "bad") for warning in warnings),
@@ -156,7 +157,7 @@ def entry(settings: PageSettings) -> None:
         slices = slices_of(results)
         if not slices:
             raise UsageError(f"{results} holds no results of a lent machine: there is no {SUMMARY}")
-        work = out / f"work-{slices[0].stem}"
+        work = out / f"work-{'-'.join(path.stem for path in slices)}"
         if not work.exists():
             unpack(slices, work)
     with StepBar("estimates") as bar:

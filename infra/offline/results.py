@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, write_file
+from conf.files.outputs import TEMPORARY_SUFFIX, json_lines, new_folder, read_json, write_file
 from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
@@ -35,7 +35,11 @@ _XZ_PRESET: Final = 1  # packs small Parquet files 20 times smaller, because the
 _LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that can be made again
 _QUEUE = "queue.sqlite"
 _SLICE = ".slice"
-_TEST = re.compile(r"^(?P<test>tests/\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)(?P<rest>.*)", re.MULTILINE)
+_TEST = re.compile(
+    r"^(?P<test>tests/\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED) *(?P<reason>.*?) *(?:\[ *\d+%\])?$",
+    re.MULTILINE,
+)
+_FAILED = re.compile(r"^(?P<outcome>FAILED|ERROR) (?P<test>tests/\S+::.+?) - (?P<reason>.*)", re.MULTILINE)
 
 
 def begin(results: Path) -> Path:
@@ -108,7 +112,7 @@ def slices_of(results: Path) -> tuple[Path, ...]:
     summary = results / SUMMARY
     try:
         slices = tuple(results / name for name in read_json(summary)["slices"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if any(results.glob(f"*{_SLICE}")):
             raise UsageError(f"{results} cannot be read: {SUMMARY} is missing") from None
         return ()
@@ -179,6 +183,20 @@ def _files(work: Path, folder: DataFolder, queue_copy: Path) -> Iterator[tuple[s
 
 
 def outcomes_of(log: Path) -> dict[str, tuple[str, str]]:
-    """Return (outcome, rest of the line) of each test that pytest's output in a log names; the last one counts."""
+    """Return (outcome, reason) of each test that pytest's output in a log names; the last one counts.
+
+    The reason of a failure stands in the summary at the end of the output.
+    """
     text = log.read_bytes().decode(errors="replace") if log.is_file() else ""
-    return {match["test"]: (match["outcome"], match["rest"]) for match in _TEST.finditer(text)}
+    outcomes = {match["test"]: (match["outcome"], match["reason"]) for match in _TEST.finditer(text)}
+    for match in _FAILED.finditer(text):
+        if outcomes.get(match["test"], ("", ""))[0] == match["outcome"]:
+            outcomes[match["test"]] = match["outcome"], match["reason"]
+    return outcomes
+
+
+def unfinished_tests(work: Path) -> str | None:
+    """Return why the tests of the last call with the step test did not end; None if they did, or were not run."""
+    outcomes = [row["outcome"] for row in json_lines(work / CALLS) if row.get("step") == "test"]
+    ended = ("done", "failed", "not here")
+    return outcomes[-1] if outcomes and outcomes[-1] not in ended else None

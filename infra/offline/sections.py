@@ -36,6 +36,7 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg, against
 from conf.units import MIB
+from featurize.device.device_spec import DeviceSpec
 from infra.offline.block_comparison import (
     ALLOCATOR,
     NONE,
@@ -59,9 +60,11 @@ from infra.offline.estimated_runs import (
     Absent,
     Results,
 )
-from infra.offline.results import DATA, LOG, PROBES, outcomes_of
+from infra.offline.results import DATA, LOG, PROBES, outcomes_of, unfinished_tests
 from learn.calibrate import calibrate, measured_in_csv
+from learn.commands.sharing import memory_errors
 from learn.estimation.platforms import machine_for
+from learn.judging.benchmark_view import error_text
 from learn.rows.data import MIN_ROWS
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.files.writer import RUN_RATIOS
@@ -191,12 +194,16 @@ def protocols(results: Results) -> Iterator[Part]:
     from tests.bench import gpu_figures
     from tests.bench.gpu_protocols import published_trials
 
-    rows, trials = gpu_figures.measured(results.data), published_trials(results.data)
-    windows = [row["window_s"] for row in (*trials, *rows) if row["window_s"] and row.get("protocol") != "adaptive"]
-    if not rows and not trials:
+    measured, published = gpu_figures.measured(results.data), published_trials(results.data)
+    keys = dict.fromkeys(row["key"] for row in (*measured, *published))
+    if not keys:
         raise Absent("The results have no runs of the benchmark (step bench).")
-    seconds = statistics.median(windows) if windows else float("nan")
-    yield from gpu_figures.blocks(gpu_figures.figures(rows, trials, round(seconds, 1)))
+    for key in keys:
+        rows = [row for row in measured if row["key"] == key]
+        trials = [trial for trial in published if trial["key"] == key]
+        windows = [row["window_s"] for row in (*trials, *rows) if row["window_s"] and row.get("protocol") != "adaptive"]
+        seconds = statistics.median(windows) if windows else float("nan")
+        yield from gpu_figures.blocks(gpu_figures.figures(rows, trials, round(seconds, 1)))
 
 
 def kernels(results: Results) -> Iterator[Part]:
@@ -246,12 +253,20 @@ def pairs(results: Results) -> Iterator[Part]:
         members += [{"sharing": way, "measured": measured, "expected": median} for measured, median in slowdowns]
     yield Lead(
         "Slowdowns are expected by the packaged model from the measured figures of each job alone. Speed is 1 / "
-        "slowdown."
+        "slowdown. Memory is expected as the sum of the members' peaks alone."
     )
     if left_out:
         yield Bullets(tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in left_out.items()))
     results.connection.register("members", pa.Table.from_pylist(members, _MEMBERS))
     yield _table_or_reason(results, f"SELECT * EXCLUDE off FROM ({_SHARING})", "No group can be judged.")
+    of_memory = memory_errors(groups, lambda group: sharing[group.group_id])
+    yield Bullets(
+        tuple(
+            f"{way}: error of the memory, median / p90: {error_text(True, errors.median)} / "
+            f"{error_text(True, errors.p90)} ({count_of(count, 'group')})"
+            for way, (count, errors) in sorted(of_memory.items())
+        )
+    )
     for way, count, off in results.rows(f"SELECT sharing, members, off FROM ({_SHARING})"):
         if count >= LEAST and off > SPEED:
             yield Finding(
@@ -285,6 +300,8 @@ def _mib(value: float | None) -> str:
 
 def contexts(results: Results) -> Iterator[Part]:
     """Yield the memory outside the allocator."""
+    if results.device is not None:
+        yield from _context_findings(results, results.device)
     measurements = _measurements(results, "contexts")
     yield from _failures(measurements)
     rows: list[tuple[Cell, ...]] = []
@@ -296,17 +313,25 @@ def contexts(results: Results) -> Iterator[Part]:
     heads = ("measurement", "cuDNN", "card before", "card", "process", "reserved", "outside the allocator", "*remark")
     yield Lead("In MiB, each in a fresh process.")
     yield table(heads, rows, words=2)
+
+
+def _context_findings(results: Results, device: DeviceSpec) -> Iterator[Finding]:
+    """Yield a finding if the memory outside the allocator is off, by the probe or, without one, by the runs."""
     numbers_path = results.work / PROBES / "numbers.csv"  # of the current machine
-    if results.device is not None and numbers_path.is_file():
-        numbers = measured_in_csv(numbers_path, results.device)
-        assumed_mib = machine_for(None, results.device, results.work / DATA).outside_mib(True)
-        measured_mib = calibrate(numbers, results.device).outside_mib(True)
-        if abs(measured_mib - assumed_mib) > CONTEXT_MIB:
-            yield Finding(
-                f"python -m learn.calibrate measured={shlex.quote(str(numbers_path))} device={results.device.name} "
-                f"{results.data_key}",
-                f"context, kernels and cuDNN: measured {measured_mib:,.0f} MiB, assumed {assumed_mib:,.0f} MiB",
-            )
+    assumed_mib = machine_for(None, device, results.work / DATA).outside_mib(True)
+    measured = ""
+    measured_mib = assumed_mib
+    if numbers_path.is_file():
+        measured = f" measured={shlex.quote(str(numbers_path))}"
+        measured_mib = calibrate(measured_in_csv(numbers_path, device), device).outside_mib(True)
+    elif results.estimates:
+        for (error_mib,) in results.rows(f"SELECT median(context) FROM causes HAVING count(*) >= {LEAST}"):
+            measured_mib = assumed_mib - error_mib
+    if abs(measured_mib - assumed_mib) > CONTEXT_MIB:
+        yield Finding(
+            f"python -m learn.calibrate{measured} device={device.name} {results.data_key}",
+            f"context, kernels and cuDNN: measured {measured_mib:,.0f} MiB, assumed {assumed_mib:,.0f} MiB",
+        )
 
 
 def workspaces(results: Results) -> Iterator[Part]:
@@ -436,9 +461,11 @@ def tests(results: Results) -> Iterator[Part]:
     outcomes = outcomes_of(results.work / LOG)
     if not outcomes:
         raise Absent("The results have no outcomes of tests (step test).")
+    if (reason := unfinished_tests(results.work)) is not None:
+        yield Callout(f"The tests did not end: {reason}.")
     counts = Counter(outcome.lower() for outcome, _ in outcomes.values())
     yield Lead(f"{', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}.")
-    others = [(test, outcome.lower(), rest) for test, (outcome, rest) in outcomes.items() if outcome != "PASSED"]
+    others = [(test, outcome.lower(), reason) for test, (outcome, reason) in outcomes.items() if outcome != "PASSED"]
     yield table(("test", "outcome", "*remark"), others, words=2)
 
 

@@ -49,7 +49,7 @@ _LEAST_PACK_S = 2.0
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
 _START_S = 5.0  # time for a program to start, before it counts its own seconds
-_LEAST_FINISH_S = 5.0  # time for a program to finish; one that runs trials also gets the longest trial's time
+_LEAST_FINISH_S = 5.0  # time for a program to finish; one that is not timed also gets the longest trial's time
 _STOP_S = 60.0  # longest time to finish
 
 HARDWARE, GPUS = "hardware", "GPUs"
@@ -71,12 +71,14 @@ class Step:
             given twice, the last value counts.
         needs: `HARDWARE` if it cannot be simulated, `GPUS` if it needs several GPUs on a GPU machine.
         state: File in the work folder whose `plan` says whether the step is complete.
+        is_timed: Whether its programs know their seconds, and end by themselves.
     """
 
     minutes: float
     programs: tuple[str, ...]
     needs: str = ""
     state: str = ""
+    is_timed: bool = False
 
 
 STEPS = {
@@ -89,8 +91,8 @@ STEPS = {
         ),
         HARDWARE,
     ),
-    "calibrate": Step(3, (f"{_PROBE} probes=[contexts,questions,workspaces]",), HARDWARE),
-    "allocator": Step(3, (f"{_PROBE} probes=histories",), HARDWARE),
+    "calibrate": Step(3, (f"{_PROBE} probes=[contexts,questions,workspaces]",), HARDWARE, is_timed=True),
+    "allocator": Step(3, (f"{_PROBE} probes=histories",), HARDWARE, is_timed=True),
     # A minute for each of two families: a trial of the published protocol takes longer, and all adaptive runs come
     # first.
     "bench": Step(
@@ -101,6 +103,7 @@ STEPS = {
         ),
         HARDWARE,
         state="bench.json",
+        is_timed=True,
     ),
     "collect": Step(8, (f"{_FARM} measure=runs n=420 {{n}} {{window}}",)),
     "kernels": Step(3, (f"{_FARM} measure=kernels n=20 {{n}} {{window}}",)),
@@ -180,8 +183,10 @@ class Call:
         finished = {row["step"] for row in self.rows if row["outcome"] in ("done", "not here")}
         return [name for name in STEPS if name not in finished]
 
-    def finish_s(self, seconds: float) -> float:
+    def finish_s(self, step: Step, seconds: float) -> float:
         """Return how long before the end of a step a program is interrupted: the longest trial so far can end then."""
+        if step.is_timed:
+            return _LEAST_FINISH_S
         longest_s = max((counted["longest_s"] or 0.0 for counted in self.counts), default=0.0)
         return min(seconds / 3, _LEAST_FINISH_S + longest_s)
 
@@ -265,10 +270,10 @@ def entry(settings: StepsSettings) -> int:
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
     began_s = time.monotonic()
-    row = {
+    row: dict[str, Any] = {
         "step": name,
         "device": call.settings.device,
-        "wall_s": 0.0,
+        "wall_s": None,
         "outcome": "running",
         "reason": None,
         "gpu": next((gpu.name for gpu in discover_gpus().usable), None),
@@ -294,8 +299,8 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
         return "full", call.problem or "the results have no room for more"
     _set_aside(call.work)
     until_s = time.monotonic() + seconds
-    for program in programs_of(step, call, max(1.0, seconds - _START_S - call.finish_s(seconds))):
-        outcome, reason = _run_program(call, program, until_s, seconds)
+    for program in programs_of(step, call, max(1.0, seconds - _START_S - call.finish_s(step, seconds))):
+        outcome, reason = _run_program(call, step, program, until_s, seconds)
         if outcome != "done":
             return outcome, reason
     return ("time is up" if _is_left(step, call.work) else "done"), reason
@@ -347,7 +352,7 @@ def programs_of(step: Step, call: Call, seconds: float) -> list[list[str]]:
     return [shlex.split(program.format(**words)) for program in step.programs]
 
 
-def _run_program(call: Call, program: list[str], until_s: float, seconds: float) -> tuple[str, str | None]:
+def _run_program(call: Call, step: Step, program: list[str], until_s: float, seconds: float) -> tuple[str, str | None]:
     """Run one program of a step until it ends or its time is up, and pack every half minute meanwhile.
 
     It is interrupted `Call.finish_s` before its time is up. Whatever of it runs when the time is up is killed.
@@ -373,7 +378,7 @@ def _run_program(call: Call, program: list[str], until_s: float, seconds: float)
                 now_s = time.monotonic()
                 if now_s >= until_s:
                     os.killpg(child.pid, signal.SIGKILL)
-                is_late = now_s >= until_s - call.finish_s(seconds)
+                is_late = now_s >= until_s - call.finish_s(step, seconds)
                 whys = {"stopped": call.stop.requested, "full": call.is_full, "time is up": is_late}
                 if not stopped and any(whys.values()):
                     stopped = next(why for why, is_so in whys.items() if is_so)

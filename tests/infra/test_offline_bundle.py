@@ -273,10 +273,20 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refused,
         (["install", "minutes=1", "parts={part}"], "unknown argument 'minutes=1'; valid are target=DIR, parts=DIR,DIR"),
         (["install", "parts=/nowhere"], "/nowhere is not part of an offline bundle"),
         (["install", f"target={Path(__file__).parent}", "parts={part}"], "is not empty and holds no install"),
+        (["install", f"target={__file__}", "parts={part}"], "is not empty and holds no install"),
+        (["collect", "minutes", "parts={part}"], "'minutes' is not KEY=VALUE"),
+        (["collect", "results=", "parts={part}"], "'results=' is not KEY=VALUE"),
     ],
 )
 def test_bad_input_of_the_script_is_one_line(parts, refused, arguments, expected):
     assert expected in refused(*(text.format(part=parts[0] / "part-1") for text in arguments))
+
+
+def test_a_target_whose_record_is_damaged_is_refused(parts, refused, tmp_path):
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "bundle.json").write_text('{"bundle": ')
+    words = refused("install", f"target={tmp_path}", f"parts={parts[0] / 'part-1'}")
+    assert "cannot be used as target: bundle.json: " in words
 
 
 def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(parts):

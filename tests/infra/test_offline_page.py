@@ -10,7 +10,7 @@ import pytest
 from conf.cli.command_line import run
 from conf.reports.blocks import print_page, render_page
 from featurize.families import cnn, mlp
-from infra.offline import page
+from infra.offline import page, sections
 from infra.offline.estimated_runs import read_results
 from infra.offline.page import export_rows, make_page, short
 from infra.offline.results import pack, slices_of
@@ -143,6 +143,28 @@ def test_tests_that_failed_are_in_the_summary(tmp_path):
     assert "tests/gpu/test_cuda.py::test_failed_0 failed" in ParsedPage(render_page(made_page)).text
 
 
+def test_tests_that_did_not_end_are_no_good_outcome(tmp_path):
+    record_tests(tmp_path, passed=2)
+    (tmp_path / "calls.jsonl").write_text('{"step": "test", "device": "cpu", "outcome": "killed"}\n')
+    text = ParsedPage(render_page(make_page(read_results(tmp_path), None))).text
+    assert "The tests did not end: killed." in text
+
+
+def test_without_probes_the_context_is_judged_by_the_runs(of_planted, planted, tmp_path):
+    shutil.copytree(planted / "data", tmp_path / "work" / "data")
+    text = in_terminal(make_page(replace(of_planted, work=tmp_path / "work"), str(tmp_path / "sets")))
+    assert "context, kernels and cuDNN: measured " in text
+    assert f"python -m learn.calibrate device={DEVICE} data=" in text
+
+
+def test_benchmarks_of_other_settings_are_judged_apart(of_planted, planted, tmp_path):
+    shutil.copytree(planted / "data", tmp_path / "data")
+    trials = tmp_path / "data" / "bench-published.jsonl"
+    trials.write_text(trials.read_text() + trials.read_text().replace("ab12cd34", "ef56ab78"))
+    one, two = (len(list(sections.protocols(replace(of_planted, work=work)))) for work in (planted, tmp_path))
+    assert two > one
+
+
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
     assert "11 runs added" in "\n".join(export_rows(of_planted, str(sets)))
@@ -215,6 +237,7 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
         ([], "missing results=..."),
         (["results={empty}/none", "out={made}/out"], "holds no results"),
         (["results={empty}", "out={made}/out"], "holds no results"),
+        (["results={made}/file", "out={made}/out"], "holds no results"),
         (["results={empty}", "out={made}/file"], "is a file, not a folder"),
         (["folder=x"], "unknown key 'folder'; valid keys: results, out, datasets"),
     ],

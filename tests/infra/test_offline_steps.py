@@ -158,7 +158,15 @@ def test_outcomes_of_tests_are_read_off_what_pytest_prints(tmp_path):
         "test_b[a b]": "PASSED",
         "test_c": "FAILED",
     }
-    assert "one GPU" in outcomes["tests/test_a.py::test_it"][1]
+    assert outcomes["tests/test_a.py::test_it"][1] == "(one GPU)"
+    assert outcomes["tests/test_a.py::test_c"][1] == "assert False"
+
+
+def test_only_programs_that_do_not_know_their_time_are_stopped_a_trial_s_time_earlier(work, packed):
+    settings = steps.StepsSettings(steps=("collect",), results=str(packed), device="simulated")
+    call = steps.Call(settings=settings, gpus=1, work=work, rows=[], counts=[{"longest_s": 60.0}])
+    assert call.finish_s(STEPS["collect"], 480.0) == 65.0
+    assert {call.finish_s(STEPS[name], 480.0) for name in ("calibrate", "allocator", "bench")} == {5.0}
 
 
 def test_a_second_signal_does_not_keep_a_call_from_packing():
