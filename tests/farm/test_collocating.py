@@ -11,7 +11,7 @@ from test_dispatch import Clock, Quiet, ScriptedExecutor
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import Dispatcher, accept
+from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
@@ -118,6 +118,12 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, r
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
     refused = accept(Completion(worker="w", task=task, result=forged), task).result
     assert refused.run.status == "crashed" and "is not a further run of it" in refused.run.error
+
+
+def test_a_lost_group_lands_a_run_for_each_member(queue):
+    lost = lost_run(a_pair(queue), "gone")
+    runs = [(one.run.run_id[14:], one.run.status) for one in (lost, *lost.others)]
+    assert runs == [("", "crashed"), ("-with-1", "crashed")]
 
 
 def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, result):

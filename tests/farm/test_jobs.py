@@ -131,6 +131,16 @@ def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
     assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (5000, 9000)
 
 
+def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue):
+    def cancelled_in_the_middle():
+        yield from configs(2000)
+        queue.cancel("cnn-1", 1.0)
+        yield from configs(3000, start=2000)
+
+    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
+    assert queue.counts() == Counts(cancelled=3000)
+
+
 def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
     def watched():
         yield from configs(4000)
@@ -161,6 +171,15 @@ def test_leases_go_by_priority_then_age_then_index(queue):
     assert queue.lease("w", 4, 100.0, LEASE_S) == []
 
 
+def test_leases_can_be_kept_to_one_job_or_one_device(queue):
+    submit(queue, "cnn-a", n=1, device="A100")
+    submit(queue, "cnn-b", n=1, device="H200")
+    submit(queue, "cnn-c", n=1, device="H200")
+    assert queue.next_device() == "A100" and queue.next_device("cnn-b") == "H200"
+    assert indices(queue.lease("w", 9, 0.0, LEASE_S, job_id="cnn-c")) == [("cnn-c", 0)]
+    assert indices(queue.lease("w", 9, 0.0, LEASE_S, device="H200")) == [("cnn-b", 0)]
+
+
 @pytest.mark.parametrize("broken", ["config", "settings", "device"])
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"family": 3}'])
 def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, broken, text):
@@ -174,12 +193,12 @@ def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, bro
     assert queue.finish(task, "invalid", 1.0) and queue.pending() == 0
 
 
-def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
+def test_a_renewed_lease_lasts_and_an_expired_one_counts_as_an_attempt_until_they_are_exhausted(queue):
     submit(queue, n=1)
     for attempt in (1, 2, 3):
         (task,) = queue.lease("w", 1, attempt * 100.0, LEASE_S)
-        assert task.attempt == attempt
-        assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == [] == queue.expired(attempt * 100.0 + 59)
+        assert task.attempt == attempt and queue.renew([task], attempt * 100.0 + 10, LEASE_S) == 1
+        assert queue.lease("w", 1, attempt * 100.0 + 69, LEASE_S) == [] == queue.expired(attempt * 100.0 + 69)
     assert queue.lease("w", 1, 400.0, LEASE_S) == [] and queue.expired(400.0) == queue.expired(500.0) == [task]
     assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0]["error"]
     assert queue.finish(task, "crashed", 500.0) and queue.expired(600.0) == [] and queue.pending() == 0
@@ -216,6 +235,14 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
     assert (error["error"], error["status"], error["attempt"]) == ("third time", "crashed", 3)
 
 
+def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
+    submit(queue, n=31)
+    for now in (500.0, *range(1000, 1020, 2)):
+        queue.finish(*queue.lease("w", 1, now, LEASE_S), "ok", now)
+    (progress,) = queue.progress(1020.0)
+    assert (progress.rate_per_s, progress.eta_s) == pytest.approx((9 / 20, 20 / (9 / 20)))
+
+
 # Cancelling
 
 
@@ -240,9 +267,6 @@ def test_an_unknown_job_lists_the_known_ones(queue, method):
     submit(queue)
     with pytest.raises(UsageError, match="unknown job 'cnn-9'; known: cnn-1"):
         getattr(queue, method)("cnn-9")
-
-
-# Progress
 
 
 # Files

@@ -11,10 +11,12 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.dispatch import working as work_module
+from conf.cli import command_line as cli
+from farm.dispatch import working
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reason_of, reconcile, work
 from farm.queue.jobs import ERROR_CHARACTERS, Queue
+from farm.submit import entry as submit_entry
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -252,7 +254,7 @@ def run(folder, queue, monkeypatch):
 
     def run(statuses, errors=NO_LUCK, **options):
         answer = ending(statuses, errors)
-        monkeypatch.setattr(work_module, "make_executor", lambda *_: ScriptedExecutor(Clock(), answer=answer))
+        monkeypatch.setattr(working, "make_executor", lambda *_: ScriptedExecutor(Clock(), answer=answer))
         return work(folder, queue, ClusterSettings(kind="inline"), **options)
 
     return run
@@ -270,6 +272,13 @@ def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_
         "error: mlp-00000001: every trial that ran failed (crashed 3, invalid 1, timeout 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
+    assert run({}, job_id="mlp-00000001") == 1, "the one asked for has failed, also where nothing is left to run"
+
+
+def test_a_submission_of_which_every_trial_fails_ends_with_1(run, folder, queue, capsys):
+    assert run({}) == 0, "nothing is queued"
+    assert cli.run("submit", submit_entry, ["+arch=mlp", "n=2", "cluster=inline", f'data="{folder.root}"']) == 1
+    assert "every trial that ran failed (invalid 2)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["ok", "oom"])

@@ -1,11 +1,13 @@
-"""The service on Ray Serve: the same answers, and traces that every replica knows."""
+"""The service on Ray Serve: the same answers, traces that every replica knows, and a replica that is killed."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from conf.errors import UsageError
@@ -62,6 +64,25 @@ def test_every_replica_answers_as_the_library_and_none_without_a_token(url):
     assert len(traced) == 1
     with Client(url) as stranger, pytest.raises(Refused, match="token"):
         stranger.estimate(config=MLP)
+
+
+@needs_serve
+@pytest.mark.slow
+def test_a_killed_replica_loses_no_question_and_answers_none_wrong(url):
+    configs = [{**MLP, "batch_size": 1 + at} for at in range(200)]
+
+    def answer(config):
+        while True:
+            with contextlib.suppress(Refused, OSError), Client(url, token=TOKEN) as client:
+                return client.estimate(config=config).peak_memory_mib
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = threads.map(answer, configs)
+        figures = [next(asked) for _ in range(60)]
+        next(one for one in psutil.process_iter(["cmdline"]) if "Estimations" in str(one.info["cmdline"])).kill()
+        figures += asked
+    known = [one.peak_memory_mib for one in estimate_many(configs, method="fast")]
+    assert figures == pytest.approx(known, rel=1e-6)  # a batch adds in another order
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from farm.queue.queue_values import MIXED_FAMILY
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, killed_children, unreadable
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files.compaction import compaction_lock
@@ -65,10 +65,10 @@ def run_file(folder, index, kind="runs"):
     return folder.partition(kind, "mlp") / f"{JOB}-{index:06d}.parquet"
 
 
-def with_samples(folder, indexes):
+def with_samples(folder, indexes, *details):
     for index in indexes:
         (row,) = pq.ParquetFile(run_file(folder, index)).read().to_pylist()
-        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}))
+        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}), *details)
 
 
 def doctored(folder, *keys):
@@ -202,14 +202,6 @@ def merge_samples_twice(folder, later=(3,), at=(0, 0.5)):
     compact_at(folder, at[1])
 
 
-def lose_one_run(folder):
-    """Lose one run whose samples were merged twice."""
-    merge_samples_twice(folder)
-    merged = folder.partition("runs", "mlp").glob("merged-*"), folder.listings("runs").glob("merged-*")
-    for path in (*itertools.chain(*merged), run_file(folder, 2)):
-        path.unlink()
-
-
 def is_well_after_compactions(folder, queue):
     """Return whether all is well two compactions later, also for a plain client."""
     compact_at(folder, 6, 9)
@@ -217,7 +209,6 @@ def is_well_after_compactions(folder, queue):
 
 
 REPAIR = """
-from farm.queue.queue_values import MIXED_FAMILY
 from farm.queue.repair import repair
 from warehouse.files.folder import DataFolder
 def act(root):
@@ -238,7 +229,10 @@ def kill_at():
     [2, 6, *(pytest.param(step, marks=pytest.mark.wide) for step in (1, 3, 4, 5, 7, 8, 9, 10))],
 )
 def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, kill_at, step):
-    lose_one_run(ran)
+    merge_samples_twice(ran)
+    merged = ran.partition("runs", "mlp").glob("merged-*"), ran.listings("runs").glob("merged-*")
+    for path in (*itertools.chain(*merged), run_file(ran, 2)):
+        path.unlink()
     kill_at(ran, step)
     repair(ran)
     samples, distinct, runs = plain_samples(ran)
@@ -255,6 +249,26 @@ def test_a_damaged_file_that_was_merged_again_doubles_nothing(ran, queue, mend, 
     mend(ran)
     assert plain_samples(ran) == (2 * N, 2 * N, N) and is_well_after_compactions(ran, queue)
     assert len(list(ran.partition("telemetry", "mlp").iterdir())) == 1
+
+
+def test_old_samples_and_kernels_of_a_job_of_several_families_go_with_their_lost_runs(folder, queue):
+    submit_mixed(queue, N)
+    work(folder, queue)
+    with_samples(folder, range(N), kernels())
+    compact_at(folder, 0, 2)
+    flip(one(folder, "runs"))
+    assert repair(folder).queued == {JOB: N}
+    assert not [path for kind in ("telemetry", "kernels") for path in folder.partition(kind, "mlp").glob("merged-*")]
+    assert is_well_after(folder, queue, range(N))
+
+
+def test_lost_runs_of_a_cancelled_job_run_when_it_is_submitted_again(ran, queue):
+    queue.cancel(JOB, 0.0)
+    run_file(ran, 3).unlink()
+    assert any("is cancelled: submit it again" in line for line in repair(ran).mended)
+    assert again(ran, queue) == []
+    submit(queue, N)
+    assert is_well_after(ran, queue, [3])
 
 
 @pytest.mark.spread(2)
@@ -337,6 +351,17 @@ def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran,
     assert repair(ran).queued == {JOB: N} and not os.path.lexists(path) and is_well_after(ran, queue, range(N))
 
 
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
+def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how):
+    compact_at(ran, 0, 2)
+    listing = listing_file(ran, "runs", one(ran, "runs").name)
+    no_file(listing, how)
+    assert counts(ran) == ((N, N), (2 * N, 2 * N))
+    repair(ran)
+    assert Listing.read(listing).merged.endswith(listing.name) and is_well(ran, queue)
+
+
 def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
     (ran.snapshots / "s").mkdir(parents=True)
     (ran.snapshots / "s" / "manifest.json").write_text("{")
@@ -381,10 +406,6 @@ def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
 # A queue that was lost, or restored from an older copy
 
 
-def rows(folder):
-    return ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs")[0]
-
-
 def lose(folder, queue):
     queue.close()
     for path in folder.root.glob("queue.sqlite*"):
@@ -407,7 +428,7 @@ def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(fol
         submit_job(fresh, 8)
         assert (reconcile(folder, fresh), reconcile(folder, fresh)) == (6, 0)
         assert work(folder, fresh)[0].indexes() == [6, 7] and fresh.counts().by_status == {"ok": 8}
-    assert rows(folder) == (8, 8)
+    assert counts(folder)[0] == (8, 8)
 
 
 def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispatcher_runs_no_more(
@@ -444,7 +465,7 @@ def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_
     shutil.copy(tmp_path / "older", folder.queue)
     with Queue.open(folder.queue) as older:
         assert reconcile(folder, older) == 6 and work(folder, older)[0].handed_out == []
-    assert rows(folder) == (6, 6)
+    assert counts(folder)[0] == (6, 6)
 
 
 def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):

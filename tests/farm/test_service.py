@@ -19,6 +19,7 @@ from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm import work as work_module
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.metrics_server import LIMITS, MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import ClusterSettings
@@ -161,6 +162,16 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     printed = capfd.readouterr()
     assert [json.loads(line)["event"] for line in printed.out.splitlines()] == ["started", "left"]
     assert "metrics: http://127.0.0.1:" in printed.err
+
+
+def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
+    submit(queue, 1)
+    executor = ScriptedExecutor(Clock())
+    executor.close = lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray, which had a handler of its own
+    with StopRequest(0.0).installed() as stop:
+        assert not run_with(folder, queue, executor, stop) and stop.requested, "its time is up"
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
 
 
 def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):

@@ -1,10 +1,11 @@
-"""Whole nights of growth: one that is killed at every line of its journal ends as if it had not been, and six of one
-machine: drift, a sickness, and what the user says of it."""
+"""Whole nights of growth: one that is killed at every line of its journal, or in the middle of its runs, ends as if it
+had not been; and six of one machine: drift, a sickness, and what the user says of it."""
 
 import json
+import signal
 
 import pytest
-from farm_process import Farm
+from farm_process import Farm, landed
 
 from conf.cli.command_line import run
 from farm.grow import entry
@@ -67,15 +68,30 @@ def undisturbed(tmp_path_factory):
     return outcome(root)
 
 
+def strike(number, is_there, root, *where):
+    """Send a signal to a night that has got there; return its exit code and everything that it printed."""
+    farm = Farm(root, *GROW, *where)
+    await_(lambda: is_there() or farm._ended(), "a night that has got there")
+    farm.process.send_signal(number)
+    return farm.wait()
+
+
 def test_killed_at_every_line(tmp_path, undisturbed):
     root = tmp_path / "data"
     for count in range(1, 2 + 2 * len(STEPS)):
-        farm = Farm(root, *GROW, "cluster=inline")
-        await_(lambda farm=farm, count=count: lines(root) >= count or farm._ended(), f"line {count}")
-        farm.process.kill()
-        farm.wait()
+        strike(signal.SIGKILL, lambda count=count: lines(root) >= count, root, "cluster=inline")
     Farm(root, *GROW, "cluster=inline").ends_with(0)
     assert outcome(root) == undisturbed
+
+
+def test_killed_and_interrupted_in_the_middle_of_its_runs_under_ray(tmp_path):
+    root = tmp_path / "data"
+    for count, number in ((3, signal.SIGKILL), (20, signal.SIGKILL), (40, signal.SIGINT)):  # 16 canaries come first
+        code, output = strike(number, lambda count=count: landed(root) >= count, root)
+    assert code == 130 and "is unfinished at its step run" in output and "Traceback" not in output
+    Farm(root, *GROW).ends_with(0)
+    night = outcome(root)
+    assert len({row[0] for row in night["runs"]}) == 40 and night["snapshot"] == (56, 56), "each once, with 16 canaries"
 
 
 SMALL = (
