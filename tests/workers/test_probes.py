@@ -75,6 +75,12 @@ def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
     assert stages(tmp_path) == ["row 0", "row 1"]
 
 
+def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "_MOST_S", 6.0)  # of which the imports of a busy machine take some
+    assert measured(tmp_path, child("hanging", "hangs")).failed == {"hanging": "it took more than 6 s"}
+    assert stages(tmp_path) == ["begun"]
+
+
 KILLED = """
 import sys
 from pathlib import Path

@@ -8,15 +8,18 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import psutil
 import pytest
 from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
 from test_hostile_trials import await_gone, ends_well, hostile
-from test_worker import LONG, InBackground, mlp, task
+from test_worker import LONG, SHORT, InBackground, mlp, task
 
 from tests.surroundings import await_
 from workers.settings import KernelSettings
+from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
 
@@ -57,6 +60,23 @@ def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worke
     assert {("torch", 0), ("torch", 1), ("process", None)} <= taken
     assert "processes_left" not in (run.quality_reasons or {})
     assert nothing_is_left(worker)
+
+
+class Profiled(Sensor):
+    """A stand-in for a GPU's profiling counters."""
+
+    name, metrics, period_s = "gpm", ("smact",), 0.001
+
+    def sample(self):
+        return [Sample(time.monotonic_ns(), {"smact": 0.5})]
+
+
+def test_a_window_follows_the_figures_of_the_first_rank(worker, monkeypatch):
+    sensors = iter([(), (Profiled(WatchTarget(None, os.getpid())),), ()])  # of the whole trial, of its ranks
+    monkeypatch.setattr("workers.trial.server_client.make_sensors", lambda *_: (next(sensors), {}))
+    window = dataclasses.replace(SHORT, seconds=0.7)
+    run = worker.run(task(mlp(parallel="ddp=2"), window, telemetry=TelemetrySettings(period_s=0.01))).run
+    assert run.status == "ok" and "smact" in run.half_widths
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.wide)])
