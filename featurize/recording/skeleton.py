@@ -110,11 +110,14 @@ def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
         memo.setdefault(id(result), _empty(result, device))
     for module in reversed(list(model.modules())):  # members first; `copy.deepcopy` finds them in its memo
         kind = type(module)
-        own = hasattr(kind, "__deepcopy__") or (kind.__reduce_ex__, kind.__reduce__) != _REDUCES
-        if not own and id(module) not in memo:
+        is_own = hasattr(kind, "__deepcopy__") or (kind.__reduce_ex__, kind.__reduce__) != _REDUCES
+        if is_own or id(module) in memo:
+            continue
+        reduced: Any = module.__reduce_ex__(4)
+        state = reduced[2]
+        if reduced[1] == (kind,) and type(state) is dict:
             copied = memo[id(module)] = kind.__new__(kind)
-            state = {}
-            for name, held in module.__getstate__().items():
+            for name, held in state.items():
                 state[name] = held if type(held) in _VALUES_ALONE else copy.deepcopy(held, memo)
             copied.__setstate__(state)
     return copy.deepcopy(model, memo)

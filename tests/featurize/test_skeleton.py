@@ -20,6 +20,28 @@ def test_moves_to_a_gpu_are_left_out():
     assert all_meta(model) and {p.dtype for p in model.parameters()} == {torch.float16}
 
 
+class OwnState(nn.Linear):
+    def __getstate__(self):
+        return vars(self), "more"
+
+    def __setstate__(self, state):
+        super().__setstate__(state[0])
+
+
+class OwnArguments(nn.Linear):
+    def __new__(cls, width, height):
+        return super().__new__(cls)
+
+    def __getnewargs__(self):
+        return self.in_features, self.out_features
+
+
+@pytest.mark.parametrize("kind", [OwnState, OwnArguments])
+def test_modules_that_pickle_knows_how_to_copy_are_copied(kind):
+    copied = empty_copy(nn.Sequential(kind(4, 3)))
+    assert all_meta(copied) and type(copied[0]) is kind and copied[0].weight.shape == (3, 4)
+
+
 @pytest.mark.parametrize("made", [empty_copy, lambda model: build_on_meta(lambda: model)])
 def test_lazy_parameters_get_their_shape_on_meta(made):
     mine = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3))
