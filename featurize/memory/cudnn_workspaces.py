@@ -239,7 +239,8 @@ class _Pool:
         self._calls, self._small = calls, small
         # Before the last step and in it: block and bytes; for a workspace, ~ its call's index and 0.
         self.events: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
-        self._reserved: dict[tuple[int, ...], list[int]] = {}  # by the sizes of its workspaces
+        # By the sizes of its workspaces. Threads replace what they add to: two may play one pool.
+        self._reserved: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def successors(self) -> dict[int, int] | None:
@@ -270,11 +271,11 @@ class _Pool:
             sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
         own_sizes = tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
-        known = self._reserved.setdefault(own_sizes, [])
-        yield from tuple(known)
+        known = self._reserved.get(own_sizes, ())
+        yield from known
         if not known or self.successors is not None:
             for nbytes in itertools.islice(self._play(own_sizes), len(known), None):
-                known.append(nbytes)
+                known = self._reserved[own_sizes] = (*known, nbytes)
                 yield nbytes
 
     def _play(self, own_sizes: tuple[int, ...]) -> Iterator[int]:

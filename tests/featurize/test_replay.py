@@ -11,7 +11,7 @@ from torch.cuda import _memory_viz
 from featurize.device.device_spec import load_device
 from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.cudnn_workspaces import reserved_by_scenario
+from featurize.memory.cudnn_workspaces import _Pool, reserved_by_scenario
 from featurize.memory.replay import MIB, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
@@ -211,3 +211,10 @@ def test_scenarios_that_were_interrupted_are_answered_as_if_they_were_not(trace,
             reserved_by_scenario(trace, A100)
     assert reserved_by_scenario(trace, A100) == expected
     assert replay(trace, A100) == memory
+
+
+def test_steps_that_two_threads_play_at_once_are_kept_once(monkeypatch):
+    monkeypatch.setattr(_Pool, "_play", lambda self, sizes: iter((2, 3, 4)))
+    pool = _Pool([], small=True)
+    assert [*zip(pool.reserved([]), pool.reserved([]), strict=True)] == [(2, 2), (3, 3), (4, 4)]
+    assert [*pool.reserved([])] == [2, 3, 4]
