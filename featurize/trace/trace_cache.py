@@ -22,11 +22,11 @@ import sysconfig
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from pickle import Pickler, PicklingError
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -232,9 +232,7 @@ class State(Fingerprint):
         return _rebuild_marker, (_text_of(code.__code__),), closed_over(code)
 
 
-# How the values that modules hold are read: empty collections, modules and simple tensors, mappings of names, sets,
-# others; and of each simple tensor the first place, by whether its values count.
-_KINDS = ("empty", "known", "named", "set", "other", "read", "unread")
+_registries_in = itemgetter("_parameters", "_buffers", "_modules")  # of a module's attributes
 _FORM = attrgetter(
     "shape", "device", "dtype", "requires_grad", "__class__", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
@@ -243,13 +241,33 @@ _DIFFER = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctyp
 )
 
 
-class _KnownModule:
-    """A module whose structure is hashed once, and compared without a step of Python for each part at later questions.
+class _Structure(NamedTuple):
+    """The structure of a module, as lists that compare without a step of Python for each part.
 
-    The structure is all names that the modules within it hold, which modules and simple tensors these stand for, and
-    what a fingerprint reads of these tensors. All else that is held, such as numbers, lists and functions, is hashed at
-    each question, with the code of the modules' classes. Nothing of the module is kept alive, and no tensor has a weak
-    reference: `torch.utils.swap_tensors` would refuse it.
+    names       names of the attributes of each module within it, then of the entries of each registry
+    addresses   addresses of the modules, registries and simple tensors that the names stand for
+    kinds       types of the sets and of the empty collections
+    is_filled   whether an empty collection, or the attributes of a simple tensor, are empty no longer
+    forms       `_FORM` of each simple tensor
+    strides     strides of each simple tensor
+    memory      address of the values of each simple tensor whose values count
+    """
+
+    names: list[list[str]]
+    addresses: list[int]
+    kinds: list[type]
+    is_filled: bool
+    forms: list[tuple[Any, ...]]
+    strides: list[tuple[int, ...]]
+    memory: list[int]
+
+
+class _KnownModule:
+    """A module whose structure is hashed once, and compared at later questions.
+
+    All else that the modules within it hold, such as numbers, lists and functions, is hashed at each question, with the
+    code of the modules' classes. Nothing of the module is kept alive, and no tensor has a weak reference:
+    `torch.utils.swap_tensors` would refuse it.
 
     first   the fingerprint with what is given beside it
     """
@@ -258,63 +276,70 @@ class _KnownModule:
         address = id(module)
         modules = modules_of(module)
         self._modules = [weakref.ref(part, lambda _: _known_modules.pop(address, None)) for part in modules]
-        self._numbers = numbers = {id(part): number for number, part in enumerate(modules)}
-        self._places = places = {kind: list[int]() for kind in _KINDS}
-        held = [*chain.from_iterable(vars(part).values() for part in modules)]
-        of_modules = len(held)
-        for place, value in enumerate(held):  # which grows
-            of_type = type(value)
-            if of_type in _COLLECTIONS and not value:
-                kind = "empty"
-            elif id(value) in numbers:
-                kind = "known"
-            elif of_type in PLAIN and _is_simple(value):
-                kind = "known"
+        mappings = _mappings_of(modules)
+        numbered = [*modules, *mappings[len(modules) :]]
+        self._numbers = numbers = {id(value): number for number, value in enumerate(numbered)}
+        # How the values of all mappings are read; of each simple tensor the first place, by whether its values count.
+        kinds = ("empty", "numbered", "set", "other", "counted", "uncounted")
+        places = {kind: list[int]() for kind in kinds}
+        values = [*chain.from_iterable(mapping.values() for mapping in mappings)]
+        for place, value in enumerate(values):
+            kind = type(value)
+            if kind in PLAIN and id(value) not in numbers and _is_simple(value):
                 numbers[id(value)] = len(numbers)
-                places["read" if _has_values(value) else "unread"].append(place)
-            elif of_type is dict and place < of_modules and {*map(type, value)} == {str}:
-                kind = "named"
-                held += value.values()
+                places["counted" if _has_values(value) else "uncounted"].append(place)
+            if kind in _COLLECTIONS and not value:
+                places["empty"].append(place)
+            elif id(value) in numbers:
+                places["numbered"].append(place)
             else:
-                kind = "set" if of_type in _SETS else "other"
-            places[kind].append(place)
-        # The value behind the last is None. A getter of less than two places returns no tuple.
-        self._get = {kind: itemgetter(-1, -1, *places[kind]) for kind in ("empty", "known", "other")}
-        self._values = [_content(held[place]) for place in places["read"]]
-        self._state, rest = self._parts()
-        names, addresses, kinds, forms, strides, *_ = self._state
+                places["set" if kind in _SETS else "other"].append(place)
+        self._getters = [_getter(places[kind]) for kind in kinds]
+        self._contents = [_content(values[place]) for place in places["counted"]]
+        self._structure, others = self._read()
+        names, addresses, collections, _, forms, strides, _ = self._structure
         shapes, devices = [tuple(form[0]) for form in forms], [form[1].type for form in forms]
-        of_tensors = shapes, devices, [form[2:] for form in forms], strides, self._values
-        self._structure = Fingerprint().of(names, places, [*map(numbers.get, addresses)], kinds, of_tensors)
-        self.first = Fingerprint(numbers).of(self._structure, rest, beside)
+        of_tensors = shapes, devices, [form[2:] for form in forms], strides, self._contents
+        self._digest = Fingerprint().of(names, places, [*map(numbers.get, addresses)], collections, of_tensors)
+        self.first = Fingerprint(numbers).of(self._digest, others, beside)
 
     def fingerprint(self, beside: tuple[object, ...]) -> str:
         """Return the fingerprint with what is given beside it. Raises any error if the structure has changed."""
-        state, rest = self._parts()
-        if state != self._state or any(map(_DIFFER, state[-1], self._values, map(len, self._values))):
+        structure, others = self._read()
+        sizes = map(len, self._contents)
+        if structure != self._structure or any(map(_DIFFER, structure.memory, self._contents, sizes)):
             raise ValueError("the module has changed")
-        return Fingerprint(self._numbers).of(self._structure, rest, beside)
+        return Fingerprint(self._numbers).of(self._digest, others, beside)
 
-    def _parts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the structure as it is now, but for tensors' values, and all else that the modules hold."""
-        modules = [part() for part in self._modules]
-        own = [*map(vars, modules)]
-        held: list[Any] = [*chain.from_iterable(map(dict.values, own))]
-        named, sets = ([held[place] for place in self._places[kind]] for kind in ("named", "set"))
-        held += chain.from_iterable(map(dict.values, named))
-        read, unread = ([held[place] for place in self._places[kind]] for kind in ("read", "unread"))
-        held.append(None)
-        empty = self._get["empty"](held)
-        state = (
-            [*map(list, own), *map(list, named)],
-            [*map(id, self._get["known"](held))],
-            [*map(type, (*named, *sets, *empty))],
-            [*map(_FORM, (*read, *unread))],
-            [*map(Tensor.stride, (*read, *unread))],
-            any(empty) or any(map(vars, (*read, *unread))),
-            [*map(Tensor.data_ptr, read)],  # of freed or smaller memory it is another one
+    def _read(self) -> tuple[_Structure, tuple[Sequence[Any], ...]]:
+        """Return the structure as it is now, and all else that the modules hold."""
+        modules = [reference() for reference in self._modules]
+        mappings = _mappings_of(modules)
+        values: list[Any] = [*chain.from_iterable(map(dict.values, mappings))]
+        empty, numbered, sets, others, counted, uncounted = (values_at(values) for values_at in self._getters)
+        tensors = [*counted, *uncounted]
+        structure = _Structure(
+            names=[*map(list, mappings)],
+            addresses=[*map(id, numbered)],
+            kinds=[*map(type, (*sets, *empty))],
+            is_filled=any(empty) or any(map(vars, tensors)),
+            forms=[*map(_FORM, tensors)],
+            strides=[*map(Tensor.stride, tensors)],
+            memory=[*map(Tensor.data_ptr, counted)],  # another one where it was freed or is smaller
         )
-        return state, ([*map(type, modules)], [sorted(value, key=repr) for value in sets], self._get["other"](held))
+        return structure, ([*map(type, modules)], [sorted(value, key=repr) for value in sets], others)
+
+
+def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function that returns the values at these places of a list, for many places faster than a loop."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: [values[place] for place in places]
+
+
+def _mappings_of(modules: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the attributes of each module, then all registries that have entries. Raises `TypeError` for None instead
+    of a module."""
+    attributes = [*map(vars, modules)]
+    return [*attributes, *filter(None, chain.from_iterable(map(_registries_in, attributes)))]
 
 
 _known_modules: dict[int, _KnownModule] = {}  # by address

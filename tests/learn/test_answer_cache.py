@@ -274,6 +274,14 @@ def test_a_change_between_two_questions_about_a_module_is_noticed(change):
     assert changed == key(module) != first
 
 
+def test_parts_that_share_a_mapping_are_another_module_than_parts_with_equal_ones():
+    shared, *equal = ({"calls": 0} for _ in range(3))
+    parts = [nn.Identity() for _ in range(4)]
+    for part, counted in zip(parts, (shared, shared, *equal), strict=True):
+        part.counted = counted
+    assert key(nn.Sequential(*parts[:2])) != key(nn.Sequential(*parts[2:]))
+
+
 def test_code_that_changes_between_two_questions_about_a_module_is_noticed(monkeypatch):
     module = Scale()
     keys = [key(module)]
