@@ -65,6 +65,9 @@ _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+# A causal language model's settings hold the hash of their JSON text, which is another one in each process.
+_GENERATION = ("transformers.generation.configuration_utils", "GenerationConfig")
+_OWN_HASH = "_original_object_hash"
 _CACHED = type(functools.cache(lambda: None))
 _INSTALLED = tuple(
     {
@@ -150,6 +153,9 @@ class Fingerprint(Pickler):
             return _rebuild_marker, ("method",), value.__func__
         if isinstance(value, types.MappingProxyType):
             return _rebuild_marker, ("mapping",), dict(value)
+        if (type(value).__module__, type(value).__name__) == _GENERATION:
+            state = {name: part for name, part in vars(value).items() if name != _OWN_HASH}
+            return _rebuild_marker, _GENERATION, _order(state)
         return NotImplemented
 
     def tensor(self, value: Tensor) -> Any:

@@ -102,6 +102,17 @@ def test_modules_that_are_made_alike_have_one_key():
     assert key(module) == key(module)
 
 
+def test_the_hash_that_a_language_model_holds_of_its_settings_is_not_in_its_key():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8))
+    fresh = key(model)
+    model.generation_config._original_object_hash += 1  # as in another process
+    assert key(model) == fresh
+    model.generation_config.max_new_tokens = 7
+    assert key(model) != fresh
+
+
 def test_a_library_that_is_kept_aside_counts_as_installed():
     module = types.ModuleType("torchvision.models")
     module.__file__ = str(aside_folder() / "torchvision" / "models" / "__init__.py")
