@@ -108,24 +108,10 @@ def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
         memo |= {id(held): type(held)() for held in vars(module).values() if type(held) in _COLLECTIONS and not held}
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _empty(result, device))
-    for module in reversed(list(model.modules())):  # members first; `copy.deepcopy` finds them in its memo
-        kind = type(module)
-        is_own = hasattr(kind, "__deepcopy__") or (kind.__reduce_ex__, kind.__reduce__) != _REDUCES
-        if is_own or id(module) in memo:
-            continue
-        reduced: Any = module.__reduce_ex__(4)
-        state = reduced[2]
-        if reduced[1] == (kind,) and type(state) is dict:
-            copied = memo[id(module)] = kind.__new__(kind)
-            for name, held in state.items():
-                state[name] = held if type(held) in _VALUES_ALONE else copy.deepcopy(held, memo)
-            copied.__setstate__(state)
     return copy.deepcopy(model, memo)
 
 
 _COLLECTIONS = frozenset({dict, list, set, OrderedDict})
-_VALUES_ALONE = frozenset({bool, int, float, str, type(None)})
-_REDUCES = object.__reduce_ex__, object.__reduce__
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
