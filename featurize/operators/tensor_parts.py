@@ -71,7 +71,7 @@ def mesh_of(tensor: Tensor) -> Any:
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether a tensor is spread over ranks (a DTensor)."""
-    return getattr(tensor, "device_mesh", None) is not None
+    return mesh_of(tensor) is not None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

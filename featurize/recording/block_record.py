@@ -131,11 +131,15 @@ class BlockRecord:
 
     # -- the caller's notes on tensors
 
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Record blocks of tensors on meta that exist before the first step."""
+        for tensor in tensors:
+            self.see(tensor.untyped_storage(), kind)
+
     def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
         """Record blocks that exist before the first step and take no memory of the device."""
         self.nowhere += 1
-        for tensor in meta_tensors(tensors):
-            self.see(tensor.untyped_storage(), "parameter")
+        self.hold(meta_tensors(tensors), "parameter")
         self.nowhere -= 1
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
@@ -387,6 +391,13 @@ class OperatorRecord:
             yield
         finally:
             self._again = before
+
+    def begin_step(self, *, keep_operators: bool) -> None:
+        """Begin a step. Operators of earlier steps are dropped, so that none counts as a source of this step's."""
+        self.keep_operators = keep_operators
+        if self.operators:
+            self.operators = []
+            self.made_by = {block: made for block, made in self.made_by.items() if made == BATCH}
 
     def fused(
         self,

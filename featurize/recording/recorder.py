@@ -26,7 +26,6 @@ from featurize.operators.replacing import replaced
 from featurize.operators.table import DECIDED_BY_VALUES, INDEXED_BY_MASKS, MULTI_TENSOR, NO_KERNEL
 from featurize.operators.tensor_parts import is_wrapper, meta_tensors, span, tensors_in
 from featurize.recording.block_record import BlockRecord, ModuleStack, OperatorRecord, Traits, traits_of
-from featurize.recording.step_trace import BATCH
 from featurize.recording.values import NONZERO, READ, Values
 
 # For-each operators that return new tensors like those of their first list; all of them floating-point.
@@ -289,8 +288,7 @@ class Recorder(TorchDispatchMode):
         """Record blocks that exist before the first step."""
         held = meta_tensors(tensors)
         self.values.learn(held)
-        for tensor in held:
-            self.memory.see(tensor.untyped_storage(), kind)
+        self.memory.hold(held, kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """Record that the step's batch is copied to the device, and that the previous step's batch is then freed."""
@@ -302,13 +300,9 @@ class Recorder(TorchDispatchMode):
         self.memory.see(tensor.untyped_storage(), "", (by, self.stack.now(), None))
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
-        """Begin a step with its forward pass. Operators of earlier steps are dropped, so that none counts as a source
-        of this step's."""
-        self.memory.step, self.memory.phase, log = number, "forward", self.log
-        log.keep_operators = keep_operators
-        if log.operators:
-            log.operators = []
-            log.made_by = {block: made for block, made in log.made_by.items() if made == BATCH}
+        """Begin a step with its forward pass."""
+        self.memory.step, self.memory.phase = number, "forward"
+        self.log.begin_step(keep_operators=keep_operators)
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase. Before a forward pass, a loop reads the previous step's loss, and so waits for the GPU."""

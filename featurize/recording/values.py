@@ -77,6 +77,11 @@ class UnknownValue(RuntimeError):
     """The model reads a value that only computing the step would give."""
 
 
+def name_tensor(tensor: Tensor, name: str) -> None:
+    """Set the name of the input that a tensor of the batch is."""
+    vars(tensor)["gpufarm_name"] = name
+
+
 def remember(tensor: Tensor, values: Tensor) -> Tensor:
     """Attach to a meta tensor the values that it stands for, if there are any and few. Return the tensor."""
     if not values.is_meta and _is_small(values) and not is_freed(values):

@@ -40,6 +40,7 @@ from featurize.recording.values import (
     as_meta,
     call,
     mapped,
+    name_tensor,
     named_tensors,
     own_loss,
     shape_of,
@@ -493,7 +494,7 @@ def batch_on_meta(
     made, target = rank.part_of(arguments(made), target)
     given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
-        vars(tensor)["gpufarm_name"] = name
+        name_tensor(tensor, name)
     return given, wanted
 
 
