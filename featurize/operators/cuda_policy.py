@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -158,10 +157,10 @@ def as_on_cuda(
         attention_now = F.scaled_dot_product_attention
         attend = functools.partial(attention.scaled_dot_product, attention_now, autocast, kernels, attends)
         changes = (
-            *(detection_as_trained(autocast, assume) if "torchvision" in sys.modules else ()),
-            *(attention.packages_on_gpu() if sys.modules.keys() & {"transformers", "xformers"} else ()),
+            *detection_as_trained(autocast, assume),
+            *attention.packages_on_gpu(),
             (F, "scaled_dot_product_attention", attend),
-            *(liger_on_gpu() if "liger_kernel" in sys.modules else ()),
+            *liger_on_gpu(),
             (torch.autograd.profiler, "record_function", functools.partial(_unmarked, threading.get_ident())),
             *((owner, "dropout", functools.partial(_dropout, owner.dropout)) for owner in (F, torch)),
             *((_VF, name, functools.partial(_recurrent, name, getattr(_VF, name), autocast)) for name in _MODES),
