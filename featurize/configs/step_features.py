@@ -269,7 +269,6 @@ def features_on(
         outside = outside_mib(trace, spec)
         total = memory.peak_reserved / MIB + outside
         timed = step.with_input(waits_ms)
-        of_time = features_of_time(timed)
         features.append(
             {
                 **of_replay,
@@ -278,7 +277,7 @@ def features_on(
                 "job_log_memory": _log(total),
                 # The logarithm (base 2) of the ratio of the job's memory in a scenario to its memory as replayed.
                 **{name: math.log2((mib + outside) / total) for name, mib in scenarios_mib.items()},
-                **dict(zip(_prefixed(tuple(of_time)), of_time.values(), strict=True)),
+                **{f"job_priced_{name}": value for name, value in features_of_time(timed).items()},
                 "job_input_share": waits_ms / timed.step_time_ms,
                 "job_step_time_ms": timed.step_time_ms,
                 **device_features(spec),
@@ -398,11 +397,6 @@ def _allocator_features(trace: StepTrace, memory: MemoryProfile) -> dict[str, fl
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
     }
-
-
-@functools.cache
-def _prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"job_priced_{name}" for name in names)
 
 
 def _log(value: float) -> float:

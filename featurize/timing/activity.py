@@ -447,9 +447,6 @@ class StepWork:
         return StepActivity(**ratios, power_w=self.idle_w + self.above_idle_j / step_s)
 
 
-_ACTIVE = ("smact", "smocc", "drama", "fp32a", "tensor", "gpu_util")
-
-
 def step_work(timed: TimedKernels, learned: ActivityParameters) -> list[StepWork]:
     """Return the work of a step's kernels on each GPU model."""
     calls, kernels, idle_w = timed.calls, timed.on_device, rates_of(timed.specs).idle_w
@@ -457,22 +454,22 @@ def step_work(timed: TimedKernels, learned: ActivityParameters) -> list[StepWork
     math_s = kernels.math_s * calls.count
     tensor = kernels.units == 1
     busy_s = calls.count * timed.seconds
-    columns = (
-        active,
-        active * timed.occupancy,
-        calls.count * kernels.memory_s * (1 - kernels.cached),
-        math_s * ~tensor,
-        math_s * tensor,
-        busy_s,
-        busy_s * (timed.watts - idle_w),
-        calls.count * pointwise_s(calls, timed.specs),
-    )
-    *active_s, above_idle_j, pointwise = (column.sum(axis=-1) for column in columns)
-    active_s[_ACTIVE.index("fp32a")] += pointwise
-    rows = zip(np.transpose(active_s).tolist(), above_idle_j.tolist(), idle_w[:, 0].tolist(), strict=True)
+    of_devices = {
+        "smact": active.sum(axis=-1),
+        "smocc": (active * timed.occupancy).sum(axis=-1),
+        "drama": (calls.count * kernels.memory_s * (1 - kernels.cached)).sum(axis=-1),
+        "fp32a": (math_s * ~tensor).sum(axis=-1) + (calls.count * pointwise_s(calls, timed.specs)).sum(axis=-1),
+        "tensor": (math_s * tensor).sum(axis=-1),
+        "gpu_util": busy_s.sum(axis=-1),
+    }
+    above_idle_j = (busy_s * (timed.watts - idle_w)).sum(axis=-1)
     return [
-        StepWork(active_s=dict(zip(_ACTIVE, row, strict=True)), above_idle_j=above_j, idle_w=idle)
-        for row, above_j, idle in rows
+        StepWork(
+            active_s={name: float(seconds[row]) for name, seconds in of_devices.items()},
+            above_idle_j=float(above_idle_j[row]),
+            idle_w=float(idle_w[row, 0]),
+        )
+        for row in range(len(timed.specs))
     ]
 
 

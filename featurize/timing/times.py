@@ -8,6 +8,7 @@ so that both have one formula.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,14 +184,13 @@ def rates_of(spec: DeviceSpec | tuple[DeviceSpec, ...], half: str = "fp16") -> D
 
 def places_of(find: Callable[..., int], kernels: Sequence[tuple[Any, ...]], *columns: np.ndarray) -> np.ndarray:
     """Return the results of `find`, a cached function, on what each kernel has on all GPU models, and on its entries of
-    columns of small whole numbers, which broadcast."""
-    number = functools.reduce(lambda higher, column: higher * len(PIPES) + column, columns, np.zeros(1, dtype=int))
-    number = np.broadcast_to(number, (*number.shape[:-1], len(kernels)))
-    places = np.zeros(number.shape, dtype=int)
-    for combination in np.flatnonzero(np.bincount(number.ravel())).tolist():  # there are few
-        digits = [combination // len(PIPES) ** power % len(PIPES) for power in reversed(range(len(columns)))]
-        of_kernels = np.array([find(*kernel, *digits) for kernel in kernels], dtype=int)
-        places = np.where(number == combination, of_kernels, places)
+    columns of few different numbers, which broadcast."""
+    places = np.zeros(np.broadcast_shapes((len(kernels),), *(column.shape for column in columns)), dtype=int)
+    for values in itertools.product(*(np.unique(column).tolist() for column in columns)):
+        of_kernels = np.array([find(*kernel, *values) for kernel in kernels], dtype=int)
+        for column, value in zip(columns, values, strict=True):
+            of_kernels = np.where(column == value, of_kernels, 0)
+        places = places + of_kernels  # each entry has one of the combinations
     return places
 
 

@@ -303,10 +303,11 @@ class _KnownModule:
         self._getters = [_getter(places[kind]) for kind in kinds]
         self._contents = [_content(values[place]) for place in places["counted"]]
         self._structure, others = self._read()
-        names, addresses, collections, _, forms, strides, _ = self._structure
+        structure, forms = self._structure, self._structure.forms
         shapes, devices = [tuple(form[0]) for form in forms], [form[1].type for form in forms]
-        of_tensors = shapes, devices, [form[2:] for form in forms], strides, self._contents
-        self._digest = Fingerprint().of(names, places, [*map(numbers.get, addresses)], collections, of_tensors)
+        of_tensors = shapes, devices, [form[2:] for form in forms], structure.strides, self._contents
+        of_others = places, [*map(numbers.get, structure.addresses)], structure.kinds
+        self._digest = Fingerprint().of(structure.names, of_others, of_tensors)
         self.first = Fingerprint(numbers).of(self._digest, others, beside)
 
     def fingerprint(self, beside: tuple[object, ...]) -> str:
