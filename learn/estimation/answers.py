@@ -151,14 +151,13 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
 
 def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     """Return the cache's entries for new answers by key: the first one's holds all, and the others' name it."""
-    first = next(iter(estimates), "")
-    entries: dict[str, Any] = {f"answer {key}": first for key in estimates}
-    if estimates:
-        mappings = {key: estimate.to_mapping() for key, estimate in estimates.items()}
-        for mapping in mappings.values():
-            del mapping["warnings"]  # texts of the notes
-        entries[f"answer {first}"] = mappings
-    return entries
+    if not estimates:
+        return {}
+    mappings = {key: estimate.to_mapping() for key, estimate in estimates.items()}
+    for mapping in mappings.values():
+        del mapping["warnings"]  # texts of the notes
+    first, *others = mappings
+    return {f"answer {first}": mappings, **{f"answer {key}": first for key in others}}
 
 
 def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:

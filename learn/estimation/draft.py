@@ -51,7 +51,7 @@ class Draft:
     alone       the job with the longest of its batches in every step
     case        the estimators' input
     questions   questions to fitted models, asked between `choose_sources` and `finish`
-    models_home  path of the data folder's models
+    models_home path of the data folder's models
     memory      the figure and its bound; None: not answered yet
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop

@@ -77,16 +77,19 @@ class FittedModels:
         self._options, self._steps = options, steps
 
     @cached_property
+    def _folder(self) -> DataFolder:
+        return DataFolder.resolve(self._options.data)
+
+    @property
     def home(self) -> str:
         """The path of the data folder's models."""
-        return str(DataFolder.resolve(self._options.data).models)
+        return str(self._folder.models)
 
     @cached_property
     def _kept(self) -> dict[str, list[Artifact]]:
-        folder = DataFolder.resolve(self._options.data)
-        if self._options.data is not None:
-            folder = folder.open()
-        return {target: versions(folder, target) for target in TARGETS} if folder.models.is_dir() else {}
+        folder = self._folder if self._options.data is None else self._folder.open()
+        has_models = folder.models.is_dir()
+        return {target: versions(folder, target) if has_models else [] for target in TARGETS}
 
     @cached_property
     def _packaged(self) -> dict[str, Artifact]:
@@ -122,16 +125,16 @@ class FittedModels:
         }
         absent = named is not None and "memory" not in self._packaged
         # Memory at least must be fitted.
-        if absent and find_latest(self._kept.get("memory", []), "memory", **wanted) is None:
+        if absent and find_latest(self._kept["memory"], "memory", **wanted) is None:
             with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
         learnt: Wanted = {**wanted, "learnt": True}
         questions, looped = [], _in_plain_loop(case)
         for target in TARGETS:
-            newest, notes, kept = None, list[Note](), self._kept.get(target)
+            newest, notes = None, list[Note]()
             try:
-                newest = find_latest(kept, target, **learnt) if kept else None
+                newest = find_latest(self._kept[target], target, **learnt)
             except StaleArtifact as error:
                 if named is not None:
                     raise

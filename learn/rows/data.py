@@ -53,7 +53,7 @@ class Target:
     unit: str
     space: str
 
-    @cached_property
+    @property
     def is_memory(self) -> bool:
         return self.column == "peak_memory_mib"
 
