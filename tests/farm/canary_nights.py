@@ -20,6 +20,14 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 DEVICE = "NVIDIA A100-SXM4-40GB"
+SMALL_NIGHT = (  # keys of farm.grow
+    "device=A100-SXM4-40GB",
+    "cluster=inline",
+    "families=[mlp]",
+    "pool=40",
+    "policy=stratified",
+    "learn.targets=[]",
+)
 OLD = {
     "torch_version": "2.12.0",
     "cuda_version": "12.6",

@@ -27,20 +27,13 @@ from featurize.configs.dimensions import default_space
 from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json
+from tests.farm.canary_nights import SMALL_NIGHT
 from tests.surroundings import PATIENCE_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
 
-SMALL = (
-    "device=A100-SXM4-40GB",
-    "cluster=inline",
-    "families=[mlp]",
-    "pool=40",
-    "policy=stratified",
-    "canaries=skip",
-    "learn.targets=[]",
-)
+SMALL = (*SMALL_NIGHT, "canaries=skip")
 
 
 def grow(root, *arguments):

@@ -12,6 +12,7 @@ from farm.grow import entry
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
 from learn.fitting.artifacts import versions
+from tests.farm.canary_nights import SMALL_NIGHT
 from tests.surroundings import await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
@@ -94,15 +95,7 @@ def test_killed_and_interrupted_in_the_middle_of_its_runs_under_ray(tmp_path):
     assert len({row[0] for row in night["runs"]}) == 40 and night["snapshot"] == (56, 56), "each once, with 16 canaries"
 
 
-SMALL = (
-    "device=A100-SXM4-40GB",
-    "cluster=inline",
-    "families=[mlp]",
-    "pool=40",
-    "policy=stratified",
-    "learn.targets=[]",
-    "n=6",
-)
+SMALL = (*SMALL_NIGHT, "n=6")
 
 
 def cycles(root):
