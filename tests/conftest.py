@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import json
 import os
 import pickle
 import platform
@@ -12,11 +13,13 @@ import signal
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.surroundings import run_command
 
 # Several test processes share the cores: with a pool of threads each, a fifth of the time goes to threads that spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -265,6 +268,42 @@ def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]
         if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in WITH_VIEWS_FILE:
             patch.setattr("warehouse.files.views.refresh", lambda folder: None)
         yield
+
+
+@pytest.fixture
+def outcome(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process; return its exit code and what it prints on both streams."""
+    return lambda name, *arguments: (run_command(name, *arguments), *capsys.readouterr())
+
+
+@pytest.fixture
+def shown(outcome: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Run a command that ends well, and return what it prints."""
+
+    def printed(*command: str) -> str:
+        code, out, err = outcome(*command)
+        assert code == 0, err
+        return out
+
+    return printed
+
+
+@pytest.fixture
+def answer(shown: Callable[..., str]) -> Callable[..., Any]:
+    """Run such a command and return its answer, from JSON."""
+    return lambda *command: json.loads(shown(*command, "format=json"))
+
+
+@pytest.fixture
+def refused(outcome: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Run a command that refuses its arguments, and return the one line that says so."""
+
+    def line(*command: str) -> str:
+        code, out, err = outcome(*command)
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), out + err
+        return err
+
+    return line
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

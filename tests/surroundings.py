@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import shutil
 import sqlite3
 import subprocess
@@ -16,10 +17,31 @@ from typing import Any, TypeVar
 
 import pytest
 
+from conf.cli import command_line
+from conf.cli.commands import COMMANDS
+
 Found = TypeVar("Found")
 # What has not come by then never will. A busy machine takes minutes for what a quiet one does in a second.
 PATIENCE_S = 600.0
 ENDS_WITHIN_S = 60.0  # what is ended is gone, although it would have gone on for minutes
+# What a command runs whose module is for `python -m` alone: imported, it would take the place of a function of `learn`.
+BODIES = {
+    "admit": "learn.commands.sharing:admit_entry",
+    "estimate": "learn.commands.estimate:entry",
+    "fit": "learn.commands.fit:entry",
+    "plan": "learn.commands.plan:entry",
+}
+
+
+def run_command(name: str, *arguments: str) -> int:
+    """Run a command in this process and return its exit code.
+
+    Args:
+        name: Its name, or for one that `--help` does not list, `MODULE:CLASS` of its settings.
+        arguments: As the user types them.
+    """
+    body = BODIES.get(name) or f"{COMMANDS.get(name, name.partition(':')[0])}:entry"
+    return command_line.run(name, pkgutil.resolve_name(body), arguments)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.cli.command_line import run
-from farm import submit
+from tests.surroundings import run_command
 from tests.warehouse.warehouse_rows import ask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +48,7 @@ def test_bytes_of_a_variable_that_are_no_utf8_are_refused_and_shown_as_bytes(pla
 def queued(tmp_path_factory):
     """A folder whose data folder is called `ü` and has one job."""
     folder = tmp_path_factory.mktemp("a'; echo foo")
-    assert run("submit", submit.entry, [*SUBMITTED, f"data={folder}/ü"]) == 0
+    assert run_command("submit", *SUBMITTED, f"data={folder}/ü") == 0
     return folder
 
 

@@ -8,9 +8,8 @@ import re
 
 import pytest
 
-from conf.cli.command_line import run as run_command
 from conf.errors import UsageError
-from farm.replay import entry, lines
+from farm.replay import lines
 from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
@@ -271,20 +270,15 @@ def test_a_malformed_trace_is_refused_in_one_line_or_replayed(tmp_path, suffix):
     assert 10 < refused < len(changed)
 
 
-def command(capsys, *arguments):
-    code = run_command("replay", entry, arguments)
-    return code, *capsys.readouterr()
-
-
-def test_the_command_prints_a_table_or_json_and_writes_a_page(capsys, tmp_path):
+def test_the_command_prints_a_table_or_json_and_writes_a_page(outcome, answer, tmp_path):
     small = ("n=20", "seeds=[1,2]", "policy=[exclusive,ours]", "estimator=[oracle,ours_bound]")
-    code, out, err = command(capsys, *small, f"report={tmp_path}/replay.html")
+    code, out, err = outcome("replay", *small, f"report={tmp_path}/replay.html")
     assert (code, err) == (0, "")
     assert "20 jobs on 4 x A100-SXM4-40GB" in out and "ours_bound" in out and "Simulated" in out
     page = (tmp_path / "replay.html").read_text()
     assert page.count("<svg") == 3 and "ours · ours_bound" in page
     home = DataFolder.resolve(tmp_path / "data").create()
-    figures = json.loads(command(capsys, *small, "format=json", f"data={home.root}")[1])
+    figures = answer("replay", *small, f"data={home.root}")
     assert sorted(path.suffix for path in (home.root / "replays").iterdir()) == [".html", ".json"]
     first, ours, bound = figures["replays"]
     assert [one["policy"] for one in (first, ours, bound)] == ["exclusive", "ours", "ours"]

@@ -8,13 +8,10 @@ import json
 import pytest
 from test_dispatch import Clock, Quiet, ScriptedExecutor
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
-from farm import submit as submit_module
 from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
-from farm.grow import entry as grow_entry
 from farm.nights.journal import Journal
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import (
@@ -26,6 +23,7 @@ from farm.queue.queue_values import (
 )
 from farm.sampling.forecast import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
+from tests.farm.canary_nights import SMALL_NIGHT
 from tests.warehouse.warehouse_rows import ask, findings_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -142,18 +140,13 @@ def test_a_group_whose_first_run_did_not_land_runs_again(folder, queue, result):
 # As a user
 
 
-def submit(data, *arguments):
-    return cli.run("submit", submit_module.entry, ["cluster=inline", f"data={data}", *arguments])
-
-
-def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_on(tmp_path, capsys):
+def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_on(tmp_path, shown):
     data = tmp_path / "data"
-    pairs = ("+collocate=pairs", "arch=[mlp,cnn]", "device=simulated", "window.min_seconds=0.2")
-    assert submit(data, *pairs, "n=1") == 0
-    assert "1 trials added (new), 1 in all" in capsys.readouterr().out
+    pairs = ("submit", "+collocate=pairs", "arch=[mlp,cnn]", "device=simulated", "window.min_seconds=0.2")
+    pairs += ("cluster=inline", f"data={data}")
+    assert "1 trials added (new), 1 in all" in shown(*pairs, "n=1")
     before = ask(data, "SELECT run_id, finished_at, config, group_id FROM runs")
-    assert submit(data, *pairs, "n=2") == 0
-    assert "1 trials added (1 were queued before), 2 in all" in capsys.readouterr().out
+    assert "1 trials added (1 were queued before), 2 in all" in shown(*pairs, "n=2")
     runs = ask(data, "SELECT run_id, finished_at, config, group_id FROM runs")
     assert set(before) < set(runs)
     alone = [config for _, _, config, group_id in runs if group_id is None]
@@ -174,21 +167,15 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
         (["collocate=pairs", "+arch=mlp", "parallel=ddp=2", "n=1"], "parallel does not go with collocate"),
     ],
 )
-def test_what_makes_no_group_is_refused_in_one_line(tmp_path, capsys, arguments, part):
-    assert submit(tmp_path / "data", *arguments) == 2
-    err = capsys.readouterr().err
-    assert part in err and err.count("\n") == 1
+def test_what_makes_no_group_is_refused_in_one_line(tmp_path, refused, arguments, part):
+    assert part in refused("submit", "cluster=inline", f"data={tmp_path / 'data'}", *arguments)
     assert not (tmp_path / "data").exists()
 
 
-def night(data, *arguments):
-    keys = ("device=simulated", "families=[mlp]", "pool=12", "policy=stratified", "canaries=skip", "learn.targets=[]")
-    return cli.run("grow", grow_entry, ["cluster=inline", *keys, f"data={data}", *arguments])
-
-
-def test_a_night_whose_time_is_up_among_its_pairs_is_done(tmp_path):
+def test_a_night_whose_time_is_up_among_its_pairs_is_done(tmp_path, shown):
     folder = DataFolder.resolve(tmp_path / "data")
-    assert night(folder.root, "n=4", "collocate=0.5", "hours=0.00000001") == 0
+    keys = (*SMALL_NIGHT, "canaries=skip", "n=4", "collocate=0.5", "hours=0.00000001")
+    shown("grow", *keys, f"data={folder.root}")
     (cycle,) = Journal(folder).cycles()
     assert cycle.outcome == "done" and "0 pairs on one device" in cycle.said
     with Queue.open(folder.queue) as queue:

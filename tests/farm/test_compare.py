@@ -8,9 +8,7 @@ import stat
 import pyarrow as pa
 import pytest
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
-from farm import compare as compare_module
 from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
@@ -65,10 +63,6 @@ def before(tmp_path):
 @pytest.fixture
 def after(tmp_path):
     return DataFolder.resolve(tmp_path / "a'; echo after").create()
-
-
-def compare(*arguments, data):
-    return cli.run("compare", compare_module.entry, [*arguments, f"data={data}"])
 
 
 # ---- runs
@@ -185,28 +179,28 @@ def test_an_environment_that_ends_while_it_traces_is_named_with_its_last_line(tm
 # ---- the command
 
 
-def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_path, capsys):
+def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_path, shown):
     hostile = {"error": "<script>alert(1)</script>", "status": "crashed", "peak_memory_mib": None, "step_time_ms": None}
     for index, config in enumerate(CONFIGS):
         land(before, index, config)
         land(after, index, config, torch_version="2.13.0", **({"peak_memory_mib": 1100.0} if index else hostile))
     home, page = tmp_path / "home", tmp_path / "it's.html"
-    assert compare(f"before={before.root}", f"after={after.root}", f"report={page}", data=home) == 0
-    out, html = capsys.readouterr().out, page.read_text()
-    shown = ("4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %", "step time equal in all")
-    shown += ("1 ended otherwise", "Not compared: operators are traced under an environment", f"page: {page}")
-    assert [text for text in shown if text not in out] == []
+    out = shown("compare", f"before={before.root}", f"after={after.root}", f"report={page}", f"data={home}")
+    html = page.read_text()
+    wanted = ("4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %", "step time equal in all")
+    wanted += ("1 ended otherwise", "Not compared: operators are traced under an environment", f"page: {page}")
+    assert [text for text in wanted if text not in out] == []
     assert html.count("<title>" + HASHES[1]) == 2, "a dot in the chart of memory, and in that of step time"
     assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html and not home.exists()
     assert json.loads(page.with_suffix(".json").read_text())["before"]["versions"]["torch_version"] == ["2.12.0"]
 
 
-def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, capsys):
+def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, shown):
     land(before, 0, CONFIGS[0])
     take_snapshot(before, name="first")
     land(before, 1, CONFIGS[1])
-    assert compare("+arch=mlp", f"before={before.root}@first", f"after={before.root}", data=tmp_path / "home") == 0
-    assert "1 on one side only" in capsys.readouterr().out
+    sides = f"before={before.root}@first", f"after={before.root}"
+    assert "1 on one side only" in shown("compare", "+arch=mlp", *sides, f"data={tmp_path / 'home'}")
     assert list((tmp_path / "home" / "comparisons").glob("*.html"))
 
 
@@ -219,9 +213,7 @@ def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, capsy
         (["before=SELF", "after=/nope", "report=/no/such/folder/x.html"], "there is no folder /no/such/folder"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, arguments, expected_text):
+def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, refused, arguments, expected_text):
     arguments = [argument.replace("SELF", str(before.root)) for argument in arguments]
     home = tmp_path / "home"
-    assert compare(*arguments, data=home) == 2
-    assert expected_text in capsys.readouterr().err
-    assert not home.exists()
+    assert expected_text in refused("compare", *arguments, f"data={home}") and not home.exists()

@@ -13,25 +13,22 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the NVML recordin
 from dcgm_server import DcgmServer
 from recorded_nvml import FakeGpmNvml, RecordedNvml
 
-from conf.cli.command_line import run
 from farm import doctor
 from warehouse.files.folder import DataFolder
 from workers.devices.cuda import discover_gpus
 from workers.telemetry.nvml import open_nvml
 
 
-def report(capsys, *overrides: str, refused: bool = False) -> dict:
+@pytest.fixture
+def report(outcome):
     """The report; `refused`: with the exit code for what `data=` names and is not a data folder."""
-    assert run("doctor", doctor.entry, ["format=json", *overrides]) == 2 * refused
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == refused
-    return json.loads(printed.out)
 
+    def report(*overrides: str, refused: bool = False) -> dict:
+        code, out, err = outcome("doctor", "format=json", *overrides)
+        assert (code, err.count("\n")) == (2 * refused, refused)
+        return json.loads(out)
 
-def table(capsys, *overrides: str) -> str:
-    """The report as a person sees it, in one line."""
-    assert run("doctor", doctor.entry, overrides) == 0
-    return " ".join(capsys.readouterr().out.split())
+    return report
 
 
 def override(path: Path) -> str:
@@ -54,8 +51,8 @@ def no_gpu(monkeypatch):
         monkeypatch.setattr(f"workers.{module}.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
 
 
-def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
-    doctor_report = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
+def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(report, tmp_path, no_gpu):
+    doctor_report = report(override(tmp_path / "a'; echo foo"), refused=True)
     device, sources = doctor_report["device"], doctor_report["telemetry"]
     assert doctor_report["gpus"] == [] and "Driver Not Loaded" in doctor_report["gpus_reason"]
     assert device["chosen"] == "simulated" and "4 x A100-SXM4-40GB (simulated)" in device["said"]
@@ -63,15 +60,15 @@ def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(caps
     assert (sources["process"]["available"], sources["nvml"]["available"]) == (True, False)
 
 
-def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, monkeypatch):
+def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(report, shown, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(), {}))
     overrides = [override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
-    doctor_report = report(capsys, *overrides)
+    doctor_report = report(*overrides)
     assert [gpu["usable"] for gpu in doctor_report["gpus"]] == [True, True, True, False, True]
     assert "display adapter" in doctor_report["gpus"][3]["excluded_reason"]
     assert "no dcgm-exporter answers at http://127.0.0.1:9/metrics" in doctor_report["telemetry"]["dcgm"]["reason"]
-    shown = table(capsys, *overrides)
-    assert "NVIDIA DGX Display" in shown and "550.54.15" in shown
+    table = shown("doctor", *overrides)
+    assert "NVIDIA DGX Display" in table and "550.54.15" in table
 
 
 @pytest.fixture
@@ -86,33 +83,33 @@ def hopper(monkeypatch):
     return nvml
 
 
-def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_path, hopper):
+def test_each_source_is_listened_to_and_tells_what_it_gives_here(report, shown, tmp_path, hopper):
     with DcgmServer() as server:
         overrides = (override(made(tmp_path)), f"telemetry.dcgm_url={server.url}")
-        sources, shown = report(capsys, *overrides)["telemetry"], table(capsys, *overrides)
+        sources, table = report(*overrides)["telemetry"], " ".join(shown("doctor", *overrides).split())
     gpm = sources["gpm"]
     assert "fp16_active" not in gpm["metrics"] and "drama" in gpm["metrics"]
-    assert "Not Supported" in gpm["not_given"]["fp16_active"] and "fp16_active: GPM: Not Supported" in shown
+    assert "Not Supported" in gpm["not_given"]["fp16_active"] and "fp16_active: GPM: Not Supported" in table
     assert {"power_w", "pcie_tx_mib_s"} <= set(sources["nvml"]["metrics"])
     assert "counter file" in sources["dcgm"]["not_given"]["int_active"]
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_data_folder_that_is_not_there_yet_is_refused_only_where_it_is_named_and_not_made(
-    capsys, tmp_path, no_gpu, monkeypatch, named
+    report, tmp_path, no_gpu, monkeypatch, named
 ):
     path = tmp_path / "deep" / "a'; echo foo"
     monkeypatch.setenv("GPUFARM_DATA", str(path))
-    data = report(capsys, *([override(path)] if named else []), refused=named)["data"]
+    data = report(*([override(path)] if named else []), refused=named)["data"]
     assert (data["path"], data["exists"], data["writable"]) == (str(path), False, True)
     assert data["runs_gone"] is data["schema_version"] is None and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", ["not json", '{"format": "gpufarm-data", "schema_version": 999}'])
-def test_unreadable_data_folder_is_part_of_the_report(capsys, tmp_path, no_gpu, content):
+def test_unreadable_data_folder_is_part_of_the_report(report, tmp_path, no_gpu, content):
     folder = DataFolder.resolve(tmp_path / "data").create()
     folder.format_marker.write_text(content)
-    data = report(capsys, override(folder.root), refused=True)["data"]
+    data = report(override(folder.root), refused=True)["data"]
     assert data["reason"] and data["runs_gone"] is None
     queue = made(tmp_path / "other") / "queue.sqlite"
     queue.write_bytes(b"no database" * 100)

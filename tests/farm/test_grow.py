@@ -15,11 +15,10 @@ from unittest import mock
 import psutil
 import pytest
 
-from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
-from farm.grow import _cycle_lock, entry
+from farm.grow import _cycle_lock
 from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
@@ -28,7 +27,7 @@ from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json
 from tests.farm.canary_nights import SMALL_NIGHT
-from tests.surroundings import PATIENCE_S, await_
+from tests.surroundings import PATIENCE_S, await_, run_command
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
@@ -36,8 +35,13 @@ from warehouse.files.snapshots import snapshot_names
 SMALL = (*SMALL_NIGHT, "canaries=skip")
 
 
+def small(root, *arguments):
+    """The command of a small night."""
+    return "grow", *SMALL, f"data={root}", *arguments
+
+
 def grow(root, *arguments):
-    return run("grow", entry, [*SMALL, f"data={root}", *arguments])
+    return run_command(*small(root, *arguments))
 
 
 def runs(root, columns="config_hash, status"):
@@ -53,11 +57,12 @@ def root(tmp_path):
     return tmp_path / "a'; echo data"
 
 
-def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_goes_on(root, tmp_path, capsys):
+def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_goes_on(root, tmp_path, outcome):
     note = tmp_path / "note"
     keep = f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}"
     with listener(500) as (url, got):
-        assert grow(root, "n=2", keep, f"notify.webhook={url}") == 0, "a message that cannot be told costs nothing"
+        code, out, err = outcome(*small(root, "n=2", keep, f"notify.webhook={url}"))
+        assert code == 0, "a message that cannot be told costs nothing"
     (cycle,), folder = cycles(root), DataFolder.resolve(root)
     assert (cycle.outcome, list(cycle.steps)) == ("done", list(STEPS)) and len(runs(root)) == 2
     assert snapshot_names(folder) == [cycle.name] and cycle.done("land")["findings"] == []
@@ -65,9 +70,8 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_
     assert cycle.name in page.read_text() and (folder.reports / "latest.html").read_text() == page.read_text()
     assert cycle.said.startswith("2 runs were simulated (")
     assert cycle.said in json.loads((folder.reports / "latest.json").read_text())["said"]["sentence"]
-    printed = capsys.readouterr()
-    assert f"cycle {cycle.name} done: {cycle.said}\n" in printed.out and str(page) in printed.out
-    assert "notify.webhook" in printed.err and "500" in printed.err
+    assert f"cycle {cycle.name} done: {cycle.said}\n" in out and str(page) in out
+    assert "notify.webhook" in err and "500" in err
     (message,), (text, _, outcome) = got, note.read_text().rpartition("}")
     assert json.loads(text + "}") == message and outcome.strip() == "done"
     assert (message["cycle"], message["outcome"], message["run"]["runs"]) == (cycle.name, "done", 2)
@@ -79,13 +83,12 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_
     assert after > before >= 2 and second.done("land")["snapshot"] == second.name
 
 
-def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, capsys):
-    assert grow(root, "n=6", "dry_run=true") == 0
-    output = capsys.readouterr().out
+def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, shown):
+    output = shown(*small(root, "n=6", "dry_run=true"))
     assert "6 of 40 candidates (mlp: 6)" in output and "hours of simulated runs" in output and "out of memory" in output
     assert "measured" not in output and "GPU-hours" not in output
-    assert grow(root, "hours=0.0001", "dry_run=true") == 0
-    assert 1 <= int(re.search(r"(\d+) of 40 candidates", capsys.readouterr().out)[1]) <= 40, "as many as may fit"
+    output = shown(*small(root, "hours=0.0001", "dry_run=true"))
+    assert 1 <= int(re.search(r"(\d+) of 40 candidates", output)[1]) <= 40, "as many as may fit"
     assert not root.exists()
 
 
@@ -107,11 +110,9 @@ def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, capsys):
         ("+arch=cnn", "unknown key 'arch'"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, capsys, argument, expected_text):
+def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, refused, argument, expected_text):
     needed = [] if argument == "seed=1" or argument.startswith("n=") else ["n=3"]
-    assert grow(root, *needed, argument) == 2
-    error = capsys.readouterr().err
-    assert expected_text in error and error.count("\n") == 1 and not root.exists()
+    assert expected_text in refused(*small(root, *needed, argument)) and not root.exists()
 
 
 @pytest.mark.slow
@@ -181,14 +182,14 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_two_never_work_on_one_folder(root, capsys):
+def test_two_never_work_on_one_folder(root, outcome):
     with _cycle_lock(DataFolder.resolve(root).create()):
-        assert grow(root, "n=2") == 75
-    assert "already works on data=" in capsys.readouterr().err and not cycles(root)
+        code, _, error = outcome(*small(root, "n=2"))
+    assert code == 75 and "already works on data=" in error and not cycles(root)
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(root, capsys):
+def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(root):
     with mock.patch("farm.nights.cycle.land", side_effect=OSError(5, "Input/output error")):
         for failure in range(3):
             assert grow(root, "n=2") == 2
@@ -204,7 +205,7 @@ def told_in(path):
     return f"notify.command=cat > {path}", lambda: json.loads(path.read_text())
 
 
-def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
+def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, outcome, monkeypatch):
     accept, statuses = dispatch.accept, ["crashed", "timeout"]
 
     def failing(completion, task):
@@ -214,12 +215,11 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
 
     monkeypatch.setattr(dispatch, "accept", failing)
     keep, messages = told_in(tmp_path / "note")
-    assert grow(root, "n=2", keep) == 1
+    code, _, error = outcome(*small(root, "n=2", keep))
     (cycle,) = cycles(root)
     words = "every trial that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
-    error = capsys.readouterr().err
     assert [words in text for text in (error, cycle.said, messages()["said"])] == [True] * 3
-    assert error.count("error: ") == 1
+    assert (code, error.count("error: ")) == (1, 1)
 
 
 @contextlib.contextmanager
@@ -252,11 +252,11 @@ def runs_on(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
+def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, refused):
     journal = Journal(DataFolder.resolve(root).create())
     journal.end(journal.begin({"device": {"backend": "cuda"}}, "00000000").name, "done", "")
-    assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"]) == 2
-    assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
+    assert "the last cycle here measured on GPUs" in refused("grow", *SMALL[1:], f"data={root}", "n=2")
+    assert len(cycles(root)) == 1
 
 
 MISSING = {
@@ -282,12 +282,13 @@ def test_a_gpu_or_a_model_that_is_missing_tonight_is_told(root, tmp_path, monkey
         ({"n": 2, "limits": {"max_flops": 3}}, False),
     ],
 )
-def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, capsys, settings, goes_on):
+def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, outcome, settings, goes_on):
     Journal(DataFolder.resolve(root).create()).begin(settings, "00000000")
-    assert grow(root, "n=1") == 0
+    code, _, err = outcome(*small(root, "n=1"))
     old, *new = cycles(root)
+    assert code == 0
     if goes_on:
         assert old.outcome == "done" and old.done("run")["runs"] == 2 and not new
     else:
         assert old.outcome == "failed" and "another version" in old.said
-        assert new[0].outcome == "done" and old.said in capsys.readouterr().err
+        assert new[0].outcome == "done" and old.said in err

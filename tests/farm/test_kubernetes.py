@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.cli import command_line as cli
 from conf.cli.commands import settings_class
 from conf.cli.settings import documented_keys
-from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.scheduling import device_of
 from learn import estimate
@@ -258,10 +256,10 @@ class RecordedApi:
 
 
 @pytest.fixture
-def decided(service, handlers):
+def decided(service, handlers, shown):
     def decided(*workloads: dict, version: str = "v1beta1") -> dict[str, dict]:
         with contextlib.closing(RecordedApi(list(workloads), version)) as api:
-            assert cli.run("kueue", kueue.entry, [f"server={service.url}", f"api={api.url}", "once=true"]) == 0
+            shown("kueue", f"server={service.url}", f"api={api.url}", "once=true")
         return api.patches
 
     return decided

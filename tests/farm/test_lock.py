@@ -7,10 +7,8 @@ import subprocess
 
 import pytest
 
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import OWNER_FILE, alive, identity
-from farm import status
 from farm.queue.leftovers import (
     SESSION_VARIABLE,
     dispatcher_of,
@@ -19,7 +17,7 @@ from farm.queue.leftovers import (
     sweep_folders,
     sweep_orphans,
 )
-from tests.surroundings import waiting_process
+from tests.surroundings import run_command, waiting_process
 
 
 @pytest.fixture
@@ -139,10 +137,10 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
-def test_a_garbage_lock_names_nobody_and_can_be_taken(folder, runtime, capsys, content):
+def test_a_garbage_lock_names_nobody_and_can_be_taken(folder, runtime, content):
     folder.dispatcher_lock.write_bytes(content)
     assert dispatcher_of(folder.dispatcher_lock) is None
-    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
+    assert run_command("status", f'data="{folder.root}"') == 0
     with hold_dispatcher_lock(folder.dispatcher_lock):
         assert dispatcher_of(folder.dispatcher_lock) == os.getpid()
 

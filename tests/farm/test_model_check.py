@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from conf.children.running import ChildServer
-from conf.cli import command_line as cli
 from conf.errors import UsageError
-from farm import submit as submit_module
 from farm.submission import model_check
 from farm.submission.model_check import problem_of, require_models
 from featurize.configs.space import parse_space
@@ -107,7 +105,7 @@ def test_an_unknown_model_of_timm_has_near_names(here):
 SIZE = {"batch_size": 2}
 
 
-def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
+def test_a_typo_is_refused_before_anything_is_queued(here, refused):
     """By the real child, which is one process for all models, whatever they do while they are imported."""
     names = [
         "checked_nets.small:factory",
@@ -117,23 +115,14 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
         "checked_nets.small:never_called",
     ]
     models = ",".join(f"'{name} float32[4]'" for name in names)
-    assert (
-        cli.run(
-            "submit",
-            submit_module.entry,
-            ["+arch=zoo", "n=4", f"arch.space.model=[{models}]", "detach=true", "data=data"],
-        )
-        == 2
-    )
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1 and printed.out == ""
+    error = refused("submit", "+arch=zoo", "n=4", f"arch.space.model=[{models}]", "detach=true", "data=data")
     for part in (
         "'checked_exits:build float32[4]' raises SystemExit",
         "near names: factory",
         "importing 'checked_leaves:build float32[4]' ends the process",
     ):
-        assert part in printed.err
-    assert "never_called" not in printed.err and not (here / "data").exists()
+        assert part in error
+    assert "never_called" not in error and not (here / "data").exists()
     assert "checked_nets" not in sys.modules, "the command itself imports nothing of the user's"
 
 

@@ -11,12 +11,10 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from conf.cli import command_line as cli
 from farm.dispatch import working
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reason_of, reconcile, work
 from farm.queue.jobs import ERROR_CHARACTERS, Queue
-from farm.submit import entry as submit_entry
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -260,25 +258,21 @@ def run(folder, queue, monkeypatch):
     return run
 
 
-def error_lines(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-
-
 def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_and_1(queue, run, capsys):
     submit(queue, 5, "mlp-00000001")
     errors = ("TypeError: rare", TRACEBACK, TRACEBACK)
     assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
-    assert error_lines(capsys) == [
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")] == [
         "error: mlp-00000001: every trial that ran failed (crashed 3, invalid 1, timeout 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
     assert run({}, job_id="mlp-00000001") == 1, "the one asked for has failed, also where nothing is left to run"
 
 
-def test_a_submission_of_which_every_trial_fails_ends_with_1(run, folder, queue, capsys):
+def test_a_submission_of_which_every_trial_fails_ends_with_1(run, folder, queue, outcome):
     assert run({}) == 0, "nothing is queued"
-    assert cli.run("submit", submit_entry, ["+arch=mlp", "n=2", "cluster=inline", f'data="{folder.root}"']) == 1
-    assert "every trial that ran failed (invalid 2)" in capsys.readouterr().err
+    code, _, err = outcome("submit", "+arch=mlp", "n=2", "cluster=inline", f'data="{folder.root}"')
+    assert code == 1 and "every trial that ran failed (invalid 2)" in err
 
 
 @pytest.mark.parametrize("status", ["ok", "oom"])

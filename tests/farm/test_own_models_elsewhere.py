@@ -9,11 +9,8 @@ import sys
 import pyarrow as pa
 import pytest
 
-from conf.cli import command_line as cli
-from farm import grow as grow_module
 from featurize.configs.trial import config_of_user
 from featurize.families import zoo
-from learn.commands import estimate as estimate_module
 from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
@@ -30,6 +27,12 @@ def own(batch_size):
 
 
 @pytest.fixture
+def there(data):
+    """The key of the data folder."""
+    return f"data={json.dumps(str(data.root))}"
+
+
+@pytest.fixture
 def data(tmp_path, monkeypatch):
     """60 ordinary rows, and five of a model whose module is not here."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -41,13 +44,6 @@ def data(tmp_path, monkeypatch):
         of_zoo = {"family": "zoo", "config": json.dumps(own(2**index)), "config_hash": f"own-{index}"}
         writer.write(run | of_zoo, pa.table({"t_ms": pa.array([], pa.float64())}))
     return folder
-
-
-def run(name, module, data, capsys, *arguments):
-    """Exit code, and both outputs in one line each."""
-    code = cli.run(name, module.entry, [*arguments, f"data={json.dumps(str(data.root))}"])
-    printed = capsys.readouterr()
-    return code, " ".join(printed.out.split()), printed.err
 
 
 NIGHT = (
@@ -62,31 +58,28 @@ NIGHT = (
 )
 
 
-def test_a_dry_run_names_the_rows_that_are_left_out(data, capsys):
-    code, _, err = run("grow", grow_module, data, capsys, *NIGHT, "dry_run=true")
+def test_a_dry_run_names_the_rows_that_are_left_out(there, outcome):
+    code, _, err = outcome("grow", *NIGHT, "dry_run=true", there)
     assert code == 0 and f"choosing: {ROWS} rows" in err and MODULE in err
 
 
 @pytest.mark.slow
-def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
-    code, out, err = run("grow", grow_module, data, capsys, *NIGHT)
-    assert code == 0 and "done: 2 runs were simulated (ok 2); models: memory first" in out, err
+def test_a_night_is_planned_measured_and_learnt_from(there, outcome):
+    code, out, err = outcome("grow", *NIGHT, there)
+    assert code == 0 and "done: 2 runs were simulated (ok 2); models: memory first" in " ".join(out.split()), err
     (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
     assert f"{ROWS} rows" in line and MODULE in line
 
 
-def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_path, capsys, monkeypatch):
-    code, _, err = run("estimate", estimate_module, data, capsys, "run=own-000000")
-    assert code == 2 and err.count("\n") == 1 and f"trust=[{MODULE}]" in err
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / f"{MODULE}.py").write_text(NETS)
+def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(
+    data, there, tmp_path, refused, answer, monkeypatch
+):
+    assert f"trust=[{MODULE}]" in refused("estimate", "run=own-000000", there)
+    (tmp_path / f"{MODULE}.py").write_text(NETS)
     with monkeypatch.context() as importable:
-        importable.syspath_prepend(str(there))
+        importable.syspath_prepend(str(tmp_path))
         StepStore(data).prepare([Case(config_of_user(own(1)))], workers=0)
     sys.modules.pop(MODULE)
     zoo._read.cache_clear()
-    code, out, err = run("estimate", estimate_module, data, capsys, "run=own-000000", "format=json")
-    assert code == 0, err
-    answer = json.loads(out)
-    assert answer["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in answer["warnings"])
+    estimate = answer("estimate", "run=own-000000", there)
+    assert estimate["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in estimate["warnings"])

@@ -8,12 +8,10 @@ import subprocess
 import pytest
 from test_dispatch import submit, work
 
-from conf.cli.command_line import run
-from farm import grow, status
 from farm.nights.journal import Journal
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
-from tests.surroundings import small_disk
+from tests.surroundings import run_command, small_disk
 from warehouse.files.folder import DataFolder
 
 
@@ -52,7 +50,7 @@ def test_status_answers_on_a_read_only_disk_with_the_last_changes(disk, capfd):
     shutil.copytree(folder.runs, copy.runs, dirs_exist_ok=True)
     read_only(disk)
     before = files_of(disk)
-    assert run("status", status.entry, [f'data="{copy.root}"', "format=json"]) == 0
+    assert run_command("status", f'data="{copy.root}"', "format=json") == 0
     out, err = capfd.readouterr()
     report = json.loads(out)
     (job,) = report["jobs"]
@@ -64,7 +62,7 @@ def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
     folder = made(disk / "data")
     read_only(disk)
     arguments = ["dry_run=true", "n=1", "families=[mlp]", "pool=20", "policy=uniform", "device=simulated"]
-    assert run("grow", grow.entry, [f'data="{folder.root}"', *arguments]) == 0
+    assert run_command("grow", f'data="{folder.root}"', *arguments) == 0
     out, err = capfd.readouterr()
     assert "nothing was run or written" in out and "reading a copy of the queue" in err
 
@@ -81,7 +79,8 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
     journal = Journal(folder)
     journal.begin({}, "0badcafe")
     journal.end("".join(cycle.name for cycle in journal.cycles()), "done", "for the test")
-    arguments = [
+    night = [
+        "grow",
         f'data="{folder.root}"',
         "n=1",
         "families=[mlp]",
@@ -95,13 +94,12 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
         "window.seconds=0.1",
     ]
     fill(disk, left)
-    code = run("grow", grow.entry, arguments)
-    err = capfd.readouterr().err
+    code, err = run_command(*night), capfd.readouterr().err
     assert code == 2, err
     assert "Traceback" not in err and "No space left on device" in err.strip().splitlines()[-1]
     assert journal.cycles()[0].outcome == "done", "what was written before is still there"
     os.unlink(disk / "filler")
-    assert run("grow", grow.entry, arguments) == 0, capfd.readouterr().err
+    assert run_command(*night) == 0, capfd.readouterr().err
     assert [cycle.outcome for cycle in journal.cycles()] in (["done"] * 2, ["done", "failed", "done"])
 
 

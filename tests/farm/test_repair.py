@@ -5,7 +5,6 @@ After the queue was lost, or restored from an older copy, no run lands twice and
 
 import errno
 import itertools
-import json
 import os
 import shutil
 from unittest import mock
@@ -15,8 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from test_dispatch import submit, submit_texts, text_of_mlp, work
 
-from conf.cli.command_line import run
-from farm import doctor
 from farm.dispatch import working
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
@@ -24,11 +21,8 @@ from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.queue_values import MIXED_FAMILY
 from farm.queue.repair import repair
-from farm.status import entry as status_entry
 from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
-from warehouse.check import entry as check_entry
-from warehouse.compact import entry as compact_entry
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder, write_sealed
 from warehouse.files.integrity import compare, examine
@@ -69,11 +63,6 @@ def with_samples(folder, indexes, *details):
     for index in indexes:
         (row,) = pq.ParquetFile(run_file(folder, index)).read().to_pylist()
         RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}), *details)
-
-
-def doctored(folder, *keys):
-    """The exit code of the command that repairs a folder."""
-    return run("doctor", doctor.entry, [f'data="{folder.root}"', "repair=true", *keys])
 
 
 def counts(folder):
@@ -362,45 +351,41 @@ def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how):
     assert Listing.read(listing).merged.endswith(listing.name) and is_well(ran, queue)
 
 
-def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
+def test_what_it_cannot_mend_is_left_and_said(ran, queue, outcome):
     (ran.snapshots / "s").mkdir(parents=True)
     (ran.snapshots / "s" / "manifest.json").write_text("{")
-    assert doctored(ran) == 1 and "left as it is" in capsys.readouterr().out
+    code, out, _ = outcome("doctor", f'data="{ran.root}"', "repair=true")
+    assert code == 1 and "left as it is" in out
 
 
-def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, capsys):
+def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, refused):
     flip(run_file(ran, 3))
     with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
         repair(ran)
     with compaction_lock(ran):
-        assert doctored(ran) == 2 and "a compaction is at work" in capsys.readouterr().err
+        assert "a compaction is at work" in refused("doctor", f'data="{ran.root}"', "repair=true")
     assert not ran.damaged.exists()
 
 
-def test_names_of_files_are_text_in_one_line_each(ran, capsys):
+def test_names_of_files_are_text_in_one_line_each(ran, outcome):
     for name in ("evil\x1b[31m\nname.parquet", "merged-\x1b[31m\nname.parquet"):
         (ran.partition("runs", "mlp") / name).write_bytes(b"torn")
         (ran.listings("runs") / name).write_bytes(b"torn")
-    for name, entry, keys in (
-        ("check", check_entry, []),
-        ("compact", compact_entry, ["min_files=2"]),
-        ("status", status_entry, []),
-        ("doctor", doctor.entry, ["repair=true"]),
-    ):
-        assert run(name, entry, [f'data="{ran.root}"', *keys]) in (None, 0, 1)
-        printed = "".join(capsys.readouterr())
+    for name, *keys in (("check",), ("compact", "min_files=2"), ("status",), ("doctor", "repair=true")):
+        code, out, err = outcome(name, f'data="{ran.root}"', *keys)
+        printed = out + err
+        assert code in (0, 1)
         assert "\x1b" not in printed and "\nname" not in printed, name
         assert "\\x1b[31m\\nname.parquet" in printed or name == "status"
 
 
-def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
+def test_the_command_says_what_it_did_as_json(ran, queue, answer, shown, refused):
     flip(run_file(ran, 3))
-    assert doctored(ran, "format=json") == 0
-    report = json.loads(capsys.readouterr().out)
+    data = f'data="{ran.root}"'
+    report = answer("doctor", data, "repair=true")
     assert report["queued"] == {JOB: 1} and len(report["moved"]) == 1
-    assert run("check", check_entry, [f'data="{ran.root}"']) == 0
-    assert capsys.readouterr().out.endswith("0 damaged or missing\n")
-    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=3"]) == 2
+    assert shown("check", data).endswith("0 damaged or missing\n")
+    refused("doctor", data, "repair=3")
 
 
 # A queue that was lost, or restored from an older copy
@@ -468,16 +453,14 @@ def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_
     assert counts(folder)[0] == (6, 6)
 
 
-def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
+def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, shown, answer):
     submit(queue, 6)
     work(folder, queue)
     compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit(fresh, 6)
         fresh.cancel(JOB, 0.0)
-    assert run("status", status_entry, [f'data="{folder.root}"']) == 0
-    assert "6 runs of 1 job in" in capsys.readouterr().out
+    assert "6 runs of 1 job in" in shown("status", f'data="{folder.root}"')
     folder.queue.unlink()
-    assert run("status", status_entry, [f'data="{folder.root}"', "format=json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = answer("status", f'data="{folder.root}"')
     assert (report["runs_gone"], report["runs_unknown"]) == ({}, {JOB: 6})

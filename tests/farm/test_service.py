@@ -16,16 +16,14 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
-from conf.cli.command_line import run
 from conf.errors import UsageError
-from farm import work as work_module
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.metrics_server import LIMITS, MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import work
 from farm.queue.leftovers import dispatcher_of, hold_dispatcher_lock
-from tests.surroundings import PATIENCE_S, await_
+from tests.surroundings import PATIENCE_S, await_, run_command
 from warehouse.tables.schema import Run
 
 
@@ -157,8 +155,7 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     with ThreadPoolExecutor(1) as other:
         other.submit(terminate)
-        keys = ["wait=true", "cluster=inline", "log.format=json", "metrics.port=0"]
-        assert run("work", work_module.entry, keys) == 130
+        assert run_command("work", "wait=true", "cluster=inline", "log.format=json", "metrics.port=0") == 130
     printed = capfd.readouterr()
     assert [json.loads(line)["event"] for line in printed.out.splitlines()] == ["started", "left"]
     assert "metrics: http://127.0.0.1:" in printed.err

@@ -18,15 +18,12 @@ from unittest import mock
 import psutil
 import pytest
 
-from conf.cli import command_line as cli
-from farm import serve
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import TraceStore
 from learn import JobProfile, estimate, estimate_many
 from learn.client import Refused
-from learn.commands import estimate as estimate_command
 from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
@@ -283,22 +280,18 @@ def test_beyond_its_limits_a_service_says_so_and_killed_it_leaves_what_was_asked
 # ---- the command and the client
 
 
-def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(service, folder, handlers, capsys):
+def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(service, folder, handlers, refused):
     for port, data, words in (
         (0, service.data, "another service"),
         (service.port, folder.root, f"port={service.port}"),
     ):
-        assert cli.run("serve", serve.entry, [f"port={port}", f"data={data}"]) == 2
-        error_text = capsys.readouterr().err
-        assert error_text.count("\n") == 1 and words in error_text
+        assert words in refused("serve", f"port={port}", f"data={data}")
 
 
-def test_the_command_asks_a_service(service, capsys):
-    arguments = [f"config={{{MLP_TEXT}}}", f"server={service.url}"]
-    assert cli.run("estimate", estimate_command.entry, [*arguments, "format=json"]) == 0
-    assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == pytest.approx(estimate(MLP).peak_memory_mib)
-    assert cli.run("estimate", estimate_command.entry, [*arguments, "report=x.html"]) == 2
-    assert "leave report out" in capsys.readouterr().err
+def test_the_command_asks_a_service(service, answer, refused):
+    arguments = "estimate", f"config={{{MLP_TEXT}}}", f"server={service.url}"
+    assert answer(*arguments)["peak_memory_mib"] == pytest.approx(estimate(MLP).peak_memory_mib)
+    assert "leave report out" in refused(*arguments, "report=x.html")
 
 
 # ---- the OpenAPI description, fuzzed, and what a client may name of the operator's modules

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.cli.command_line import run
 from conf.errors import UsageError
-from farm import sbatch, slurm
+from farm import sbatch
 from farm.sbatch import SbatchSettings, entry, training_command
 from farm.slurm import read_table
 from learn import estimate
@@ -33,11 +32,11 @@ for step in range(100):
 
 
 @pytest.fixture
-def answered(service, tmp_path, handlers):
+def answered(service, tmp_path, handlers, shown):
     def answered(*directives: str) -> dict:
         table = tmp_path / "a'; echo foo.tsv"
         Path(f"{table}.wanted").write_bytes(os.fsencode("".join(f"{one}\n" for one in directives)))
-        assert run("slurm", slurm.entry, [DEVICES, f"server={service.url}", f"table={table}", "once=true"]) == 0
+        shown("slurm", DEVICES, f"server={service.url}", f"table={table}", "once=true")
         assert not Path(f"{table}.wanted").read_text()
         return read_table(table)
 
@@ -71,13 +70,11 @@ def test_a_directive_that_makes_no_sense_says_why_and_changes_no_job(answered, d
     assert row.fits == "unknown" and row.comment.startswith("gpufarm: ") and not row.features
 
 
-def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, capsys, monkeypatch):
+def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, refused, monkeypatch):
     monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
     (tmp_path / "t.tsv.wanted").write_text("{}\n")
-    arguments = [DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true"]
-    assert run("slurm", slurm.entry, arguments) == 2
-    problem = capsys.readouterr().err
-    assert "does not answer" in problem and problem.count("\n") == 1
+    arguments = DEVICES, "server=http://127.0.0.1:1", f"table={tmp_path}/t.tsv", "once=true"
+    assert "does not answer" in refused("slurm", *arguments)
     assert (tmp_path / "t.tsv.wanted").read_text() == "{}\n"
 
 

@@ -5,9 +5,8 @@ import unicodedata
 
 import pytest
 
-from conf.cli.command_line import run
 from conf.files.identity import canonical_json
-from farm import cancel, status
+from farm import status
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job
 from featurize.configs.space import parse_space
@@ -17,16 +16,9 @@ BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n
 
 
 @pytest.fixture
-def call(folder, capsys):
+def call(folder, outcome):
     """Run a command on the folder: (exit code, standard output, standard error)."""
-
-    def call(module, *arguments):
-        name = module.__name__.removeprefix("farm.")
-        code = run(name, module.entry, [f'data="{folder.root}"', *arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+    return lambda name, *arguments: outcome(name, f'data="{folder.root}"', *arguments)
 
 
 @pytest.fixture
@@ -58,9 +50,9 @@ def work(queue, statuses, now=1_000_000_000.0):
 
 
 def test_an_empty_folder_says_how_to_submit(call, folder):
-    code, out, err = call(status)
+    code, out, err = call("status")
     assert (code, err) == (0, "") and "no jobs" in out and "python -m farm.submit +arch=" in out
-    code, _, err = call(cancel, "job=cnn-1")
+    code, _, err = call("cancel", "job=cnn-1")
     assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
     assert not folder.queue.exists(), "asking leaves nothing behind"
 
@@ -70,7 +62,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     submit(queue, "mlp-0badcafe", n=3000, given=2000)
     work(queue, ["ok"] * 3 + ["oom"])
     queue.lease("w", 2, 1_000_000_000.0, 60.0)
-    _, out, _ = call(status)
+    _, out, _ = call("status")
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running" in rows
     assert any(row.startswith("mlp-0badcafe") and row.endswith("submitting") for row in rows)
@@ -79,7 +71,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
     submit(queue)
     work(queue, ["ok", "crashed"])
-    code, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
+    code, out, _ = call("status", "format=json", "job=mlp-00c0ffee")
     report = json.loads(out)
     assert code == 0 and report["data"] == str(folder.root)
     assert report["jobs"] == [
@@ -126,19 +118,19 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     report = status.read(folder, None, 1_000_000_010.0)
     states = [(job["state"], job["eta_s"]) for job in report["jobs"]]
     assert (report["dispatcher"], states) == (None, [("stopped", None)])
-    assert "`python -m farm.work` continues" in call(status)[1]
+    assert "`python -m farm.work` continues" in call("status")[1]
 
 
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     submit(queue)
     work(queue, ["ok"] * 3)
     (running,) = queue.lease("w", 1, 1_000_000_000.0, 60.0)
-    code, out, _ = call(cancel, "job=mlp-00c0ffee")
+    code, out, _ = call("cancel", "job=mlp-00c0ffee")
     assert code == 0 and "6 waiting tasks cancelled; 1 running ones will finish, 3 are done and stay" in out
     queue.finish(running, "ok", 1_000_000_001.0)
-    code, out, _ = call(cancel, "job=mlp-00c0ffee")
+    code, out, _ = call("cancel", "job=mlp-00c0ffee")
     assert code == 0 and "0 waiting tasks cancelled; 0 running ones will finish, 4 are done and stay" in out
-    assert [line.split("│")[-2].strip() for line in call(status)[1].splitlines() if "mlp-0" in line] == ["cancelled"]
+    assert [line.split("│")[-2].strip() for line in call("status")[1].splitlines() if "mlp-0" in line] == ["cancelled"]
 
 
 @pytest.mark.parametrize("time_s", ["'soon'", "1e300"])
@@ -153,10 +145,10 @@ def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_sho
         f"UPDATE tasks SET error = {hostile} WHERE status = 'crashed'",
         f"UPDATE jobs SET family = {hostile}, settings_json = json_object('x', {hostile})",
     )
-    code, out, _ = call(status, "job=mlp-00c0ffee")
+    code, out, _ = call("status", "job=mlp-00c0ffee")
     assert code == 0 and "\\x1b[2J" in out
     assert not [c for c in out if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
     execute_sql(folder.queue, "UPDATE jobs SET job_id = 'mlp-00c0ffee' || char(10, 27) || '[31m'")
     for arguments in ([], ["format=json"]):
-        code, out, err = call(status, *arguments)
+        code, out, err = call("status", *arguments)
         assert code == 0 and "\x1b" not in out + err and "mlp-00c0ffee\\" in out

@@ -7,13 +7,11 @@ import signal
 import pytest
 from farm_process import Farm, landed
 
-from conf.cli.command_line import run
-from farm.grow import entry
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
 from learn.fitting.artifacts import versions
 from tests.farm.canary_nights import SMALL_NIGHT
-from tests.surroundings import await_
+from tests.surroundings import await_, run_command
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import find_snapshot, snapshot_names
@@ -107,7 +105,7 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     root = tmp_path / "data"
 
     def night(*arguments):
-        return run("grow", entry, [*SMALL, f"data={root}", *arguments])
+        return run_command("grow", *SMALL, f"data={root}", *arguments)
 
     assert night() == 0
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # part of a run's environment

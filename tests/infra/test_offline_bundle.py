@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from conf.cli.command_line import help_text, run
+from conf.cli.command_line import help_text
 from conf.errors import EnvironmentProblem
 from infra import collect
 from infra.offline import bundle as bundles
@@ -144,7 +144,7 @@ def offline(part, *arguments, **surroundings):
 
 
 @pytest.fixture
-def refused(capsys):
+def refusal(capsys):
     """The one line of a call that is refused."""
 
     def call(*arguments):
@@ -224,7 +224,7 @@ def test_an_install_killed_in_the_middle_starts_again_and_an_archive_is_whole_or
         ({"format": 99}, "is not part of an offline bundle: manifest.json: another format"),
     ],
 )
-def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, refused, tmp_path, change, expected):
+def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts, refusal, tmp_path, change, expected):
     folder, _ = parts
     part = tmp_path / "part-1"
     part.mkdir()
@@ -232,7 +232,7 @@ def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts,
         os.link(file, part / file.name)
     (part / "manifest.json").unlink()
     (part / "manifest.json").write_text(json.dumps({**manifest_of(folder / "part-1"), **change}))
-    assert expected in refused("install", f"target={tmp_path / 'target'}", f"parts={part}")
+    assert expected in refusal("install", f"target={tmp_path / 'target'}", f"parts={part}")
     assert not (tmp_path / "target").exists()
 
 
@@ -245,24 +245,24 @@ def test_a_python_whose_torch_cannot_be_imported_is_refused(parts, machine, tmp_
 
 
 @pytest.mark.parametrize("module", ["torch", "_lzma"])
-def test_a_python_without_torch_or_lzma_is_refused(parts, refused, tmp_path, monkeypatch, module):
+def test_a_python_without_torch_or_lzma_is_refused(parts, refusal, tmp_path, monkeypatch, module):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
-    words = refused("install", f"target={tmp_path / 'target'}", f"parts={parts[0] / 'part-1'}")
+    words = refusal("install", f"target={tmp_path / 'target'}", f"parts={parts[0] / 'part-1'}")
     assert f"{sys.executable} has no " in words and module.strip("_") in words
 
 
-def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refused, tmp_path):
+def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refusal, tmp_path):
     folder, _ = parts
     target, part = tmp_path / "target", tmp_path / "part-1"
     part.mkdir()
     os.link(folder / "part-1" / "manifest.json", part / "manifest.json")
     command = ("install", f"target={target}", f"parts={part}")
-    assert refused(*command) == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
+    assert refusal(*command) == "error: part-1 is missing; it holds what every step needs; name its folder with parts="
     *content, last = (folder / "part-1" / "core.tar.xz").read_bytes()
     for damaged in (content, [*content, last ^ 1]):
         (part / "core.tar.xz").write_bytes(bytes(damaged))
-        assert "core.tar.xz is damaged" in refused(*command)
+        assert "core.tar.xz is damaged" in refusal(*command)
     assert not target.exists()
 
 
@@ -278,14 +278,14 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refused,
         (["collect", "results=", "parts={part}"], "'results=' is not KEY=VALUE"),
     ],
 )
-def test_bad_input_of_the_script_is_one_line(parts, refused, arguments, expected):
-    assert expected in refused(*(text.format(part=parts[0] / "part-1") for text in arguments))
+def test_bad_input_of_the_script_is_one_line(parts, refusal, arguments, expected):
+    assert expected in refusal(*(text.format(part=parts[0] / "part-1") for text in arguments))
 
 
-def test_a_target_whose_record_is_damaged_is_refused(parts, refused, tmp_path):
+def test_a_target_whose_record_is_damaged_is_refused(parts, refusal, tmp_path):
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "bundle.json").write_text('{"bundle": ')
-    words = refused("install", f"target={tmp_path}", f"parts={parts[0] / 'part-1'}")
+    words = refusal("install", f"target={tmp_path}", f"parts={parts[0] / 'part-1'}")
     assert "cannot be used as target: bundle.json: " in words
 
 
@@ -310,11 +310,9 @@ def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(part
         (["python=3.12", "present=Makefile"], "which is no line of `pip list --format=freeze`"),
     ],
 )
-def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monkeypatch):
+def test_bad_input_of_make_offline_is_one_line(arguments, expected, refused, monkeypatch):
     monkeypatch.chdir(bundles.ROOT)
-    assert run("infra.offline.bundle:BundleSettings", bundles.entry, arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert expected in line
+    assert expected in refused("infra.offline.bundle:BundleSettings", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from conf.cli.command_line import run
 from conf.reports.blocks import print_page, render_page
 from featurize.families import cnn, mlp
-from infra.offline import page, sections
+from infra.offline import sections
 from infra.offline.estimated_runs import read_results
 from infra.offline.page import export_rows, make_page, short
 from infra.offline.results import pack, slices_of
@@ -35,11 +34,7 @@ CONFIGS = [
 ]
 
 
-def made(capsys, *arguments):
-    """Exit code, and what was printed on both streams."""
-    code = run("infra.offline.page:PageSettings", page.entry, arguments)
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+PAGE = "infra.offline.page:PageSettings"
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +64,14 @@ def in_terminal(made_page):
 
 
 @pytest.fixture(scope="module")
-def shown(of_planted, tmp_path_factory):
+def planted_page(of_planted, tmp_path_factory):
     """The page as HTML, and the summary."""
     made_page = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
     return render_page(made_page), in_terminal(made_page)
 
 
-def test_every_kind_of_result_is_on_the_page(shown):
-    html, printed = shown
+def test_every_kind_of_result_is_on_the_page(planted_page):
+    html, printed = planted_page
     text = ParsedPage(html).text
     everything = (
         "Measured on NVIDIA H100 80GB HBM3",
@@ -108,8 +103,8 @@ def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
     assert allocated == pytest.approx(0, abs=1e-6) and step_time == pytest.approx(1 / SHIFTS["step_time_ms"] - 1)
 
 
-def test_what_is_off_is_listed_with_its_command(shown, planted):
-    _, printed = shown
+def test_what_is_off_is_listed_with_its_command(planted_page, planted):
+    _, printed = planted_page
     refit = printed.partition("What to refit")[2].partition("Rows for the data set")[0]
     listed = (
         f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB",
@@ -172,25 +167,25 @@ def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, t
     assert "0 runs added, 11 were there already" in "\n".join(export_rows(of_planted, str(sets)))
 
 
-def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(probed, tmp_path, capsys):
+def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(probed, tmp_path, shown):
     (probed / "probes" / "contexts" / "context lazy.json.xz").write_text('[{"name": "context')
     plant(probed / "probes" / "questions", "tf32_under_half", [{"ms": 1.5}])
-    code, printed, _ = made(capsys, f"results={probed}", f"out={tmp_path / 'out'}")
+    printed = shown(PAGE, f"results={probed}", f"out={tmp_path / 'out'}")
     lines = ("Memory: The results have no data folder", "Questions: cannot be shown", "no runs, so nothing")
     lines += ("Kernels: The results have no data folder",)
-    assert (code, [line for line in lines if line not in printed]) == (0, [])
+    assert [line for line in lines if line not in printed] == []
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
     assert "conv2d forward" in text and "context lazy.json.xz cannot be read" in text
 
 
-def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_says(tmp_path, capsys):
+def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_says(tmp_path, shown):
     work = tmp_path / "work"
     data = DataFolder.resolve(work / "data").create()
     about = {"family": "mlp", "device_name": "A100-SXM4-40GB", "peak_memory_mib": None}
     RunWriter(data).write_batch([run_row(index, **about) for index in range(2)])
     assert "nothing is exported" in "\n".join(export_rows(read_results(work), None))
-    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
-    assert code == 0 and "note: Simulated" in printed and "2 runs added" in printed
+    printed = shown(PAGE, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert "note: Simulated" in printed and "2 runs added" in printed
     assert "simulated" in (tmp_path / "sets" / "README.md").read_text()
 
 
@@ -214,7 +209,7 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     assert "5 runs added" in exported, "what has no estimate is measured all the same"
 
 
-def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
+def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, shown):
     out, folder = tmp_path / "out", tmp_path / "results"
     work = tmp_path / "work"
     work.mkdir()
@@ -224,8 +219,7 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
         (work / "number.txt").write_text(f"call {number}")
         pack(work, folder, {})
         for _ in range(2):
-            code, printed, _ = made(capsys, f"results={folder}", f"out={out}")
-            assert code == 0 and "Tests:" not in printed
+            assert "Tests:" not in shown(PAGE, f"results={folder}", f"out={out}")
         unpacked = out / f"work-{slices_of(folder)[0].stem}"
         assert (unpacked / "number.txt").read_text() == f"call {number}"
     assert len(list(out.glob("work-*"))) == 2
@@ -242,10 +236,9 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
         (["folder=x"], "unknown key 'folder'; valid keys: results, out, datasets"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, words):
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, refused, arguments, words):
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "file").touch()
-    code, _, error = made(capsys, *(text.format(empty=empty, made=tmp_path) for text in arguments))
-    assert code == 2 and words in error and len(error.splitlines()) == 1
+    assert words in refused(PAGE, *(text.format(empty=empty, made=tmp_path) for text in arguments))
     assert not (tmp_path / "out").exists()

@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import json
 
 import pytest
 
 from learn.estimators import hybrid, protocol, tabular
 from learn.rows import step_store
-from tests.learn.learn_rows import run_estimate
 from tests.learn.script_server import PreparedRunner, script_server
 
 
@@ -34,36 +32,6 @@ def data(tmp_path):
 @pytest.fixture
 def no_models_of_ones_own(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
-
-
-@pytest.fixture
-def shown(capsys):
-    """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
-
-    def printed(*argv, run=run_estimate):
-        assert run(*argv) == 0
-        return capsys.readouterr().out
-
-    return printed
-
-
-@pytest.fixture
-def answer(shown):
-    """Run such a command and return its answer, from JSON."""
-    return lambda *argv, **of: json.loads(shown(*argv, "format=json", **of))
-
-
-@pytest.fixture
-def refused(capsys):
-    """Run a command that refuses its arguments and return the one line that says so."""
-
-    def line(*argv, run=run_estimate):
-        assert run(*argv) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith("error: ") and len(said.err.splitlines()) == 1
-        return said.err
-
-    return line
 
 
 @pytest.fixture

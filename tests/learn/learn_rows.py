@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from conf.cli import command_line as cli
 from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import DEFAULT_DEVICE
@@ -73,18 +72,6 @@ def import_csv(data, path, source, names, rows):
 def write_published(path, rows):
     """A file as GPUMemNet publishes them, of rows (name, MiB, status, SMACT; -1: not measured). Returns its path."""
     return write_csv(path, PUBLISHED, ((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows))
-
-
-def runner(command, entry):
-    """Return a function that runs a command with its arguments in this process and returns its exit code."""
-    return lambda *argv: cli.run(command, entry, list(argv))
-
-
-def run_estimate(*argv):
-    """Return the exit code of `learn.estimate` with these arguments, in this process."""
-    from learn.commands.estimate import entry
-
-    return runner("estimate", entry)(*argv)
 
 
 def make_configs(n, seed=0, families=("cnn", "mlp")):

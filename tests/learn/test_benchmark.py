@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from conf.errors import UsageError
-from learn.benchmark import BenchmarkSettings, benchmark, entry
+from learn.benchmark import BenchmarkSettings, benchmark
 from learn.estimators import protocol as estimators
 from learn.estimators.tabular import LightGBMEstimator
 from learn.judging import benchmark_view
 from learn.judging.scores import sample
 from learn.rows.data import load_rows
-from tests.learn.learn_rows import make_configs, published_mlp, runner, write_batch, write_published
+from tests.learn.learn_rows import make_configs, published_mlp, write_batch, write_published
 from tests.surroundings import ENDS_WITHIN_S
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -31,9 +31,6 @@ def write(path, rows):
 
 def settings(path, **values):
     return BenchmarkSettings(**{"published": str(path), "estimators": ("hundreds",), "workers": 0, **values})
-
-
-run = runner("benchmark", entry)
 
 
 OK = "SUCCESSFUL"
@@ -113,15 +110,14 @@ def test_a_ctrl_c_ends_the_processes_that_rows_are_asked_in(tmp_path):
     assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
 
 
-def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
+def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
     write(folder / "some.csv", [(1, 200, OK), (2, 300, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
     files = (f"{key}={json.dumps(str(path))}" for key, path in (("published", folder), ("out", out), ("report", page)))
-    assert run(*files, "estimators=[hundreds]", "workers=0", "by=module", "worst=1") == 0
-    said = capsys.readouterr()
+    code, out_text, err = outcome("benchmark", *files, "estimators=[hundreds]", "workers=0", "by=module", "worst=1")
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB",
         "2/3 + 1/1 oom",
@@ -133,8 +129,8 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         "GPUMemNet (published)",
         "95% to 98%",
     ):
-        assert text in said.out, text
-    assert "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in said.err
+        assert text in out_text, text
+    assert code == 0 and "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in err
     report = json.loads(out.read_text())
     assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
@@ -177,7 +173,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     ],
 )
 def test_mistakes_end_with_2_and_name_the_choices(argv, said, refused):
-    assert said in refused(*argv, run=run)
+    assert said in refused("benchmark", *argv)
 
 
 # -- estimators that learn: who is fitted on which rows
@@ -250,11 +246,10 @@ def paper_folder(tmp_path, fakes, monkeypatch):
     return place
 
 
-def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsys):
+def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, outcome):
     out, page = tmp_path / "paper.json", tmp_path / "paper.html"
     where = f"published={json.dumps(str(paper_folder))}", f"data={tmp_path / 'data'}", f"out={out}", f"report={page}"
-    assert run(*where, "paper=true", "workers=0", "rows=28", "folds=2") == 0
-    printed = capsys.readouterr()
+    code, printed, err = outcome("benchmark", *where, "paper=true", "workers=0", "rows=28", "folds=2")
     tables = json.loads(out.read_text())
     accuracy = {row["bins"]: row for row in tables["memory"]}
     assert list(accuracy) == ["1 GB", "2 GB", "8 GB"] and {row["n"] for row in accuracy.values()} == {28}
@@ -275,8 +270,8 @@ def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsy
     assert any("a sample of 28 rows" in note for note in tables["notes"])
     assert any(note.startswith("drama is not judged: no rows are left") for note in tables["notes"])
     for text in ("95% to 98%", "+50.0%", "2.29 to 2.37 ms", "left out"):
-        assert text in printed.out
-    assert page.read_text().count("<svg") == 3 and "perceptrons, lightgbm: answered 28/28" in printed.err
+        assert text in printed
+    assert page.read_text().count("<svg") == 3 and (code, "perceptrons, lightgbm: answered 28/28" in err) == (0, True)
 
 
 def test_named_models_are_never_fitted_on(paper_folder, monkeypatch):

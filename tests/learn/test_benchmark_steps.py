@@ -6,12 +6,11 @@ from functools import cache, partialmethod
 import pytest
 
 from conf.errors import UsageError
-from learn import benchmark as benchmark_command
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting import kernel_rows
-from tests.learn.learn_rows import LLM_FOUNDRY, MOSTLY_MLPS, import_llm_foundry, make_configs, runner, write_batch
+from tests.learn.learn_rows import LLM_FOUNDRY, MOSTLY_MLPS, import_llm_foundry, make_configs, write_batch
 
 CONFIGS = make_configs(10, seed=3, families=MOSTLY_MLPS)
 
@@ -50,13 +49,10 @@ def asked(folder, progress=lambda done, of: None, **settings):
     return benchmark(settings, progress=progress)
 
 
-run = runner("benchmark", benchmark_command.entry)
-
-
 def test_the_command_prints_and_writes_what_it_compared(folder, tmp_path, shown):
     out, page = tmp_path / "report.json", tmp_path / "page.html"
     asked_for = "target=step_time", "split=leave_one_out", "by=source", "estimators=[trace,roofline]"
-    text = shown(*asked_for, f"data={folder}", f"out={out}", f"report={page}", "worst=1", "workers=0", run=run)
+    text = shown("benchmark", *asked_for, f"data={folder}", f"out={out}", f"report={page}", "worst=1", "workers=0")
     assert "each source left out in turn" in text and "llm_foundry" in text and "furthest off" in text
     answers = {row["row"]: row["answers"] for row in json.loads(out.read_text())["rows"] if row["file"] == "farm"}
     assert len(answers) == 20 and all(set(given) == {"trace", "roofline"} for given in answers.values())

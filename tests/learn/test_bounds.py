@@ -142,10 +142,10 @@ def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_f
 
 
 def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, answer, refused):
-    assert "known=runs cannot be combined with run=" in refused("run=a-000000", "known=runs")
-    beside = answer("run=a-000000", f"data={measured_folder}")
+    assert "known=runs cannot be combined with run=" in refused("estimate", "run=a-000000", "known=runs")
+    beside = answer("estimate", "run=a-000000", f"data={measured_folder}")
     assert "measured" not in beside["answered_by"]["memory"]
-    alone = answer(MAPPING.replace("64", "32"), f"data={measured_folder}")
+    alone = answer("estimate", MAPPING.replace("64", "32"), f"data={measured_folder}")
     assert "1 measured run" in alone["answered_by"]["memory"]
 
 
@@ -186,10 +186,14 @@ def test_runs_of_other_jobs_and_gpus_simulated_ones_and_odd_ones_are_passed_over
 
 def test_the_command_takes_a_coverage_a_report_and_measured_runs_also_as_json(answer, shown, tmp_path):
     said = shown(
-        MAPPING, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]", f"report={tmp_path / 'out.html'}"
+        "estimate",
+        MAPPING,
+        "coverage=0.95",
+        "known=[{batch_size: 32, memory_mib: 1900}]",
+        f"report={tmp_path / 'out.html'}",
     )
     assert "95 % bound" in said and "report: " in said and (tmp_path / "out.html").exists()
-    as_json = answer(MAPPING, """known='[{"batch_size": 32, "memory_mib": 1900}]'""")
+    as_json = answer("estimate", MAPPING, """known='[{"batch_size": 32, "memory_mib": 1900}]'""")
     assert "1 measured run" in as_json["answered_by"]["memory"]
 
 
@@ -206,7 +210,7 @@ def test_the_command_takes_a_coverage_a_report_and_measured_runs_also_as_json(an
     ],
 )
 def test_the_command_refuses_a_coverage_and_measured_runs_that_cannot_be(refused, argument, message):
-    assert message in refused(MAPPING, argument)
+    assert message in refused("estimate", MAPPING, argument)
 
 
 # Measured runs that cannot be, and what is said of them.

@@ -16,7 +16,7 @@ import pytest
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import build_defaults
-from learn.build_defaults import TARGETS, WHERE, entry
+from learn.build_defaults import TARGETS, WHERE
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
@@ -25,7 +25,8 @@ from learn.fitting.config_models import fit_config_model, labelled_rows
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
 from learn.rows.step_store import StepRecord, StepStore
-from tests.learn.learn_rows import make_configs, make_rows, runner, write_csv
+from tests.learn.learn_rows import make_configs, make_rows, write_csv
+from tests.surroundings import run_command
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 
@@ -51,9 +52,6 @@ def published(folder):
     return folder
 
 
-run = runner("build_defaults", entry)
-
-
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -71,7 +69,7 @@ def test_the_command_writes_a_model_a_target_and_a_card(tmp_path, quick, shown):
     place = tmp_path / "a'; echo foo, [b] {c}*?"
     out = place / "first" / "models"
     argv = f"path={published(place / 'files')}", f"out={out}", f"data={place / 'data'}"
-    assert shown(*argv, run=run).endswith(f"{out}\n")
+    assert shown("build_defaults", *argv).endswith(f"{out}\n")
     assert [path.name for path in out.parent.iterdir()] == ["models"], "nothing is left beside it"
     assert {path.name for path in out.iterdir()} == {*TARGETS, "MODEL_CARD.md", "fast"}
     assert {path.name for path in (out / "fast").iterdir()} == {*FAST_LOOPS, BOUND}
@@ -90,7 +88,7 @@ def test_the_command_writes_a_model_a_target_and_a_card(tmp_path, quick, shown):
 
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, refused):
     (tmp_path / "thesis.tex").write_text("years of work")
-    error = refused("path=/no/such/folder", f"out={tmp_path}", run=run)
+    error = refused("build_defaults", "path=/no/such/folder", f"out={tmp_path}")
     assert "path=/no/such/folder: there is no such file or folder; out=" in error
     assert "is there already; name a new folder or an empty one" in error
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
@@ -115,7 +113,7 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
     monkeypatch.setattr(build_defaults, "CASES", 0)
     monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
     monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
-    assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
+    assert run_command("build_defaults", f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
     assert asked == [((), str(tmp_path / "data"), packaged, (*FAST_LOOPS, BOUND))]
     models = contents(tmp_path)
@@ -125,7 +123,7 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
 
 def test_without_published_files_the_targets_whose_models_are_not_packaged_are_named(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(build_defaults, "default_artifact", lambda target: None if target == "smact" else object())
-    error = refused(f"out={tmp_path / 'models'}", run=run)
+    error = refused("build_defaults", f"out={tmp_path / 'models'}")
     assert error == f"error: no models of smact are packaged, so path= is needed; {WHERE}\n"
 
 

@@ -5,12 +5,11 @@ import json
 import pytest
 from torch import nn
 
-import learn.calibrate as calibrate_command
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import CURRENT, DESCRIBED, MachineProfile, load_device, read_machine
 from learn import estimate
 from learn.calibrate import MeasuredMemory, calibrate, measured_in_csv, to_mapping
-from tests.learn.learn_rows import make_configs, runner, write_batch
+from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.shares_traces
@@ -143,21 +142,18 @@ def test_an_unknown_machine_names_the_known_ones(odd):
         estimate(mlp, [32, 64], machine=odd)
 
 
-run = runner("calibrate", calibrate_command.entry)
-
-
 def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, answer, shown):
     data = f"data={tmp_path / 'd'}"
-    printed = answer(data, "idle_mib=300", "context_mib=500", run=run)
+    printed = answer("calibrate", data, "idle_mib=300", "context_mib=500")
     assert printed["machine"]["other_mib"] == pytest.approx(300, abs=1)
     done = estimate(mlp, [32, 64], data=tmp_path / "d")
     assert done.machine == "calibrated" and done.card_mib - done.process_mib == printed["machine"]["other_mib"]
-    assert "machine second with A100-SXM4-40GB" in shown(data, "idle_mib=300", "name=second", run=run)
+    assert "machine second with A100-SXM4-40GB" in shown("calibrate", data, "idle_mib=300", "name=second")
 
 
 def test_without_numbers_and_measured_runs_there_is_nothing_to_calibrate(tmp_path, refused):
     folder = DataFolder(tmp_path / "d").create()
-    message = refused(f"data={folder.root}", run=run)
+    message = refused("calibrate", f"data={folder.root}")
     assert "holds no measured run on A100-SXM4-40GB; give numbers" in message
     assert not (folder.root / "machines").exists()
 
@@ -183,6 +179,6 @@ def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_pat
             peak_reserved_mib=100.0,
             labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
         )
-    printed = answer(f"data={tmp_path / 'd'}", run=run)
-    assert "by 4 numbers" in shown(f"data={tmp_path / 'd'}", run=run)
+    printed = answer("calibrate", f"data={tmp_path / 'd'}")
+    assert "by 4 numbers" in shown("calibrate", f"data={tmp_path / 'd'}")
     assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)

@@ -15,7 +15,6 @@ from conf.errors import UsageError
 from farm.sampling.forecast import Forecaster
 from farm.serving.bodies import device_at
 from farm.serving.gate import Problem
-from farm.submit import entry as submit_entry
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import describe_device, device_names, load_device
 from featurize.families import cnn, mlp
@@ -26,7 +25,7 @@ from learn.estimation.job_estimate import (
     WORKSPACES,
 )
 from learn.job.training_job import Case
-from tests.learn.learn_rows import runner, write_batch
+from tests.learn.learn_rows import write_batch
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.shares_traces
@@ -41,9 +40,6 @@ NAMES = [
     ("b", "B200-SXM-180GB"),
     ("V100-SXM2-32GB", "V100-SXM2-32GB"),
 ]
-
-
-submit = runner("submit", submit_entry)
 
 
 @pytest.mark.parametrize(("given", "name"), [*NAMES, ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB")])
@@ -67,17 +63,19 @@ def test_an_ambiguous_beginning_lists_its_candidates(refused):
         UsageError, match=r"^device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB, H200-SXM-141GB$"
     ):
         estimate(CONFIG, device="H")
-    of_estimate = refused("device=H", f"config='{json.dumps(CONFIG)}'")
+    of_estimate = refused("estimate", "device=H", f"config='{json.dumps(CONFIG)}'")
     assert "device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB" in of_estimate
-    said = refused("+arch=mlp", "n=1", "device=c", "polcy=x", run=submit)
+    said = refused("submit", "+arch=mlp", "n=1", "device=c", "polcy=x")
     assert "device 'c' is ambiguous: cpu, cuda" in said and "unknown key 'polcy'" in said
 
 
 def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
     config = f"config='{json.dumps(CONFIG)}'"
-    assert f"unknown device 'B1000'; known: {', '.join(device_names())}\n" in refused("device=B1000", config)
-    assert "auto, cpu, cuda, simulated" in refused("+arch=mlp", "n=1", "device=B1000", run=submit)
-    assert "an estimate is for a GPU model" in refused("device=cpu", config)
+    assert f"unknown device 'B1000'; known: {', '.join(device_names())}\n" in refused(
+        "estimate", "device=B1000", config
+    )
+    assert "auto, cpu, cuda, simulated" in refused("submit", "+arch=mlp", "n=1", "device=B1000")
+    assert "an estimate is for a GPU model" in refused("estimate", "device=cpu", config)
 
 
 FACTORIES = """
@@ -109,7 +107,7 @@ def factories(tmp_path, monkeypatch):
     [("net", ["arguments={width: 10}"], 90), ("Model", ["arguments={width: 10}"], 90), ("Model", [], 36)],
 )
 def test_a_model_on_the_command_line_takes_arguments(factories, answer, name, arguments, parameters):
-    assert answer(f"model={factories}:{name}", "input=[2,8]", *arguments)["parameters"] == parameters
+    assert answer("estimate", f"model={factories}:{name}", "input=[2,8]", *arguments)["parameters"] == parameters
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_a_model_on_the_command_line_takes_arguments(factories, answer, name, ar
 )
 def test_arguments_that_are_wrong_are_told(factories, refused, job, arguments, message):
     inputs = ["input=[2,8]"] if job.startswith("model") else []
-    assert message in refused(job, *inputs, f"arguments={arguments}")
+    assert message in refused("estimate", job, *inputs, f"arguments={arguments}")
 
 
 @pytest.fixture
@@ -140,7 +138,7 @@ def own_device(tmp_path):
 def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, answer):
     assert estimate(CONFIG, device=str(own_device), estimator="trace").device == "Lab ${GPU}"
     assert [fit.device for fit in devices_that_fit(CONFIG, devices=[str(own_device)])] == ["Lab ${GPU}"]
-    done = answer(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500")
+    done = answer("estimate", f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500")
     assert (done["device"], done["device_memory_mib"]) == ("Lab ${GPU}", 1500)
     submitted = load_config(settings_class("submit"), ["+arch=mlp", "n=1", f"device={own_device}", "device.count=1"])
     assert (submitted.device.name, submitted.device.memory_mib) == ("Lab ${GPU}", 20000)
@@ -162,7 +160,7 @@ def test_a_file_that_describes_no_device_is_refused(tmp_path, refused, text, mes
     path = tmp_path / "lab.yaml"
     if text is not None:
         path.write_text(text)
-    assert message in refused(f"config='{json.dumps(CONFIG)}'", f"device={path}")
+    assert message in refused("estimate", f"config='{json.dumps(CONFIG)}'", f"device={path}")
     with pytest.raises(UsageError, match=re.escape(message)):
         estimate(CONFIG, device=str(path))
 
@@ -174,7 +172,7 @@ def test_a_client_of_the_service_and_a_row_name_no_file(own_device, tmp_path, re
     assert Case(config_from_mapping(CONFIG), str(own_device)).spec is None
     data = DataFolder(tmp_path / "data").create()
     write_batch(data, [config_from_mapping(CONFIG)], source="measured", device=str(own_device))
-    assert "unknown device" in refused("run=job-000000", f"data={json.dumps(str(data.root))}")
+    assert "unknown device" in refused("estimate", "run=job-000000", f"data={json.dumps(str(data.root))}")
 
 
 # -- AMD's GPUs

@@ -88,18 +88,18 @@ def test_the_model_that_comes_along_says_how_often_its_bound_held(shown):
     assert estimate(CONFIG, coverage=0.9).bound_held_out == {}, "measured at 99 % only"
     assert estimate(CONFIG, estimator="trace").bound_held_out["kind"] in ("families", "sources", "GPU models")
     assert estimate(CONFIG, estimator="trace", device="MI300X").bound_held_out == {}, "no row is of AMD's GPUs"
-    assert "99.0 % held on" in shown(MAPPING)
+    assert "99.0 % held on" in shown("estimate", MAPPING)
 
 
 def test_the_command_prints_three_notes_and_all_where_asked(shown, answer, refused):
-    text = shown(MAPPING, "machine=eager")
+    text = shown("estimate", MAPPING, "machine=eager")
     assert text.count("\nnote: ") <= 3 and "notes=all shows" in text and "machine eager" in text
     assert "loop resident" in text
-    everything = shown(MAPPING, "notes=all")
+    everything = shown("estimate", MAPPING, "notes=all")
     assert everything.count("\nnote: ") > text.count("\nnote: ") and "notes=all" not in everything
-    mapping = answer(MAPPING)
+    mapping = answer("estimate", MAPPING)
     assert len(mapping["notes"]) == len(mapping["warnings"]) == everything.count("\nnote: ")
-    assert "notes" in refused(MAPPING, "notes=some")
+    assert "notes" in refused("estimate", MAPPING, "notes=some")
 
 
 # -- which loop the figures speak of
@@ -140,7 +140,7 @@ def test_all_figures_are_of_the_loop_asked_for_and_an_imported_run_is_of_a_plain
     assert {(resident.loops[target], plain.loops[target]) for target in TARGETS} == {(RESIDENT, PIPELINE)}
     assert plain.step_time_ms > resident.step_time_ms and plain.drama < resident.drama
     write_batch(tmp_path, CONFIGS[:1], statuses=["ok"], source="imported")
-    assert answer("run=job-000000", f"data={tmp_path}")["run"]["loop"] == PIPELINE
+    assert answer("estimate", "run=job-000000", f"data={tmp_path}")["run"]["loop"] == PIPELINE
 
 
 def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
@@ -154,9 +154,9 @@ def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
 
 
 def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer, refused):
-    done = answer("run=job-000001", f"data={data}")
+    done = answer("estimate", "run=job-000001", f"data={data}")
     assert (done["run"]["status"], done["run"]["source"]) == ("ok", "simulated")
-    assert "no run 'job-999999'" in refused("run=job-999999", f"data={data}")
+    assert "no run 'job-999999'" in refused("estimate", "run=job-999999", f"data={data}")
     assert done["run"]["loop"] == RESIDENT and {done["loops"][target] for target in TARGETS} == {RESIDENT}
     assert done["peak_memory_mib"] == pytest.approx(done["run"]["peak_memory_mib"], rel=0.5)
     for name in UTILIZATION:
@@ -169,7 +169,7 @@ def lines(shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
 
     def of_run(*argv):
-        text = shown(*argv)
+        text = shown("estimate", *argv)
         return text, lambda words: next(line for line in text.splitlines() if words in line and "│" in line)
 
     return of_run

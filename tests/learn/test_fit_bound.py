@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from learn.estimation.job_estimate import (
     CONTEXT,
@@ -13,7 +12,7 @@ from learn.estimation.job_estimate import (
     WORKSPACES,
 )
 from learn.estimators.protocol import BoundShares, bound_shares
-from learn.fit_bound import entry, fit_bound, read_answers
+from learn.fit_bound import fit_bound, read_answers
 
 
 def answers(families=12, rows=40, spread=0.02, of_family=0.03):
@@ -50,11 +49,9 @@ def test_a_bound_of_rows_alike_holds_for_left_out_families_and_says_how_often(tm
     assert np.mean([row["measured_mib"] <= mib for row, mib in zip(new, bound, strict=True)]) >= 0.97
 
 
-def test_the_command_writes_what_is_read_again(tmp_path, capsys):
+def test_the_command_writes_what_is_read_again(tmp_path, shown):
     rows = [*answers(), {"traced": False}]
-    path = written(tmp_path / "answers.jsonl", rows)
-    assert cli.run("fit_bound", entry, [f"rows={path}", f"out={tmp_path / 'bound.json'}"]) == 0
-    out = capsys.readouterr().out
+    out = shown("fit_bound", f"rows={written(tmp_path / 'answers.jsonl', rows)}", f"out={tmp_path / 'bound.json'}")
     assert "left-out families" in out and "1 row without an answer" in out
     stored = json.loads((tmp_path / "bound.json").read_text())
     assert stored.keys() == BoundShares.__dataclass_fields__.keys()

@@ -81,7 +81,7 @@ def test_no_batch_beyond_all_training_is_answered(shown):
     assert (largest.batch, largest.beyond, largest.is_lower_bound) == (MOST_SAMPLES, None, True)
     assert largest.estimate is not None and max(largest.tried) == MOST_SAMPLES
     asked = [f"model={MODULE}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
-    assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in shown(*asked)
+    assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in shown("estimate", *asked)
 
 
 def test_every_input_of_a_batch_is_scaled_and_values_are_repeated():
@@ -127,8 +127,8 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, show
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
     monkeypatch.setattr("learn.estimation.estimating.device_names", lambda: ("K80", "T4"))
     job = [f"model={MODULE}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
-    assert [row["problem"] for row in answer(*job)["devices"]] == [without.problem, None]
-    assert f"note: K80: {without.problem}" in shown(*job)
+    assert [row["problem"] for row in answer("estimate", *job)["devices"]] == [without.problem, None]
+    assert f"note: K80: {without.problem}" in shown("estimate", *job)
 
 
 def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
@@ -171,14 +171,14 @@ def test_wrong_arguments_are_named(call, message):
 
 def test_the_command_finds_the_largest_batch_and_the_devices(answer, shown, monkeypatch):
     job = [f"model={MODULE}:net", "input=[4096,256]", "estimator=trace"]
-    found = answer(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700")
+    found = answer("estimate", *job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700")
     assert found["tried"][str(found["batch"])] <= 700 < found["tried"][str(found["batch"] + 1)]
-    found_devices = answer(*job, "find=devices")["devices"]
+    found_devices = answer("estimate", *job, "find=devices")["devices"]
     assert [one["fits"] for one in found_devices] == [True] * len(device_names())
-    said = shown(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700")
+    said = shown("estimate", *job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700")
     assert "the largest batch on A100-SXM4-40GB is " in said and "by the bound" in said
     monkeypatch.setenv("COLUMNS", "80")
-    table = shown(*job, "find=devices").splitlines()
+    table = shown("estimate", *job, "find=devices").splitlines()
     assert any("H200-SXM-141GB" in line for line in table) and max(map(len, table[:6])) <= 80
 
 
@@ -202,16 +202,18 @@ def test_the_command_finds_the_largest_batch_and_the_devices(answer, shown, monk
     ],
 )
 def test_wrong_keys_are_named(arguments, message, refused):
-    assert message in refused(*arguments)
+    assert message in refused("estimate", *arguments)
 
 
 def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
     job = f"model={MODULE}:net", "input=[4096,256]"
-    rows = answer(*job, "device=[a100,L4,a100:1g.5gb]")["devices"]
+    rows = answer("estimate", *job, "device=[a100,L4,a100:1g.5gb]")["devices"]
     assert {row["device"] for row in rows} == {"A100-SXM4-40GB", "L4", "A100-SXM4-40GB MIG 1g.5gb"}
     assert all(row["estimate"]["samples_per_s"] > 0 for row in rows)
-    assert "unknown device 'B300'" in refused(*job, "device=[a100,B300]")
-    assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
+    assert "unknown device 'B300'" in refused("estimate", *job, "device=[a100,B300]")
+    assert "find=largest_batch is of one GPU model" in refused(
+        "estimate", *job, "device=[a100,L4]", "find=largest_batch"
+    )
 
 
 def test_a_target_is_scaled_with_the_inputs():
@@ -279,7 +281,7 @@ def test_the_largest_batch_of_a_mix_is_exact_and_devices_are_answered_as_alone()
 def test_batches_on_the_command_line(answer, refused):
     def figures(*argv):
         job = f"model={MODULE}:tokens", "input_dtype=int64", "estimator=trace"
-        return answer(*job, *argv)["peak_memory_mib"]
+        return answer("estimate", *job, *argv)["peak_memory_mib"]
 
     expected = ask(batches=[[8, 64], [8, 512]]).peak_memory_mib
     for given in (
@@ -291,4 +293,4 @@ def test_batches_on_the_command_line(answer, refused):
         assert figures(*given) == expected, given
     shares = figures("input=[8,100]", "batches={64:0.9,512:0.1}")
     assert shares == ask([8, 100], batches={64: 0.9, 512: 0.1}).peak_memory_mib
-    assert "batches is for model=" in refused("config={family: mlp}", "batches=[64]")
+    assert "batches is for model=" in refused("estimate", "config={family: mlp}", "batches=[64]")

@@ -20,7 +20,7 @@ from learn import FitSettings, estimate, fit
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
 from learn.job.training_job import of_configs
 from tests.featurize.small_nets import Computes, linear_then
-from tests.learn.learn_rows import make_configs, restamp, run_estimate, write_batch
+from tests.learn.learn_rows import make_configs, restamp, write_batch
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.shares_traces
@@ -262,13 +262,12 @@ def test_mistakes_are_named(call, said):
 )
 def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, refused, argument, said):
     shape = ["input=[8,4]"] if argument.startswith("model") else []
-    assert said in refused(argument.replace("NETS", factories), *shape)
+    assert said in refused("estimate", argument.replace("NETS", factories), *shape)
 
 
-def test_what_a_model_prints_does_not_mix_with_the_json(factories, capsys):
-    assert run_estimate(f"model={factories}:talks", "input=[4,3,32,32]", "format=json") == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["parameters"] == 314 and said.err == "building\n"
+def test_what_a_model_prints_does_not_mix_with_the_json(factories, outcome):
+    code, out, err = outcome("estimate", f"model={factories}:talks", "input=[4,3,32,32]", "format=json")
+    assert (code, json.loads(out)["parameters"], err) == (0, 314, "building\n")
 
 
 def test_a_model_that_cannot_be_traced_names_operator_and_module_and_who_may_still_answer():
@@ -315,11 +314,11 @@ def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
 def test_settings_are_keys_of_the_command_and_the_trace_answers_those_that_no_model_was_fitted_on(answer, refused):
     settings = "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"
     job = "model=tests.learn.test_learn_estimate:wide_net", "input=[8,512]", *settings
-    done = answer(*job)
+    done = answer("estimate", *job)
     assert set(done["answered_by"].values()) == {"trace"}
     (warning,) = (warning for warning in done["warnings"] if "no model was fitted on" in warning)
     assert "accumulation=2, clip_norm=1" in warning
-    assert "quantize_skip needs quantize" in refused(*job, "quantize_skip=[head]")
+    assert "quantize_skip needs quantize" in refused("estimate", *job, "quantize_skip=[head]")
 
 
 @pytest.mark.parametrize(

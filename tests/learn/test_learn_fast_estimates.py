@@ -207,14 +207,14 @@ def test_the_command_answers_a_file_of_jobs_line_by_line(jobs, shown):
     named = jobs(
         f"\ufeff{json.dumps(CONFIGS[0].to_mapping())}\r", "", CONFIGS[2].to_mapping(), "   ", CONFIGS[1].to_mapping()
     )
-    lines = shown(named, "method=fast", "format=json", "device=H200-SXM-141GB").splitlines()
+    lines = shown("estimate", named, "method=fast", "format=json", "device=H200-SXM-141GB").splitlines()
     assert len(lines) == 3
     for line, config in zip(lines, (CONFIGS[0], CONFIGS[2], CONFIGS[1]), strict=True):
         found, wanted = json.loads(line), estimate(config, method="fast", device="H200-SXM-141GB").to_mapping()
         assert found.keys() == wanted.keys() and found["device"] == "H200-SXM-141GB"
         for name in FIGURES:
             assert found[name] == pytest.approx(wanted[name], rel=1e-5)
-    assert shown(jobs(), "format=json") == ""
+    assert shown("estimate", jobs(), "format=json") == ""
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_the_command_answers_a_file_of_jobs_line_by_line(jobs, shown):
 )
 def test_a_line_that_is_no_job_is_named_by_its_number_before_anything_is_printed(jobs, refused, line, said):
     named = jobs("", CONFIG.to_mapping(), "  ", line, CONFIG.to_mapping())
-    error = refused(named, "method=fast", "format=json")
+    error = refused("estimate", named, "method=fast", "format=json")
     assert f"{named}, line 4: " in error and said in error
 
 
@@ -249,12 +249,12 @@ def test_a_line_that_is_no_job_is_named_by_its_number_before_anything_is_printed
     ],
 )
 def test_mistakes_beside_a_file_of_jobs_are_one_line(jobs, refused, arguments, said):
-    assert said in refused(jobs(CONFIG.to_mapping()), *arguments)
+    assert said in refused("estimate", jobs(CONFIG.to_mapping()), *arguments)
 
 
 def test_a_file_of_jobs_that_is_no_text_is_named(tmp_path, refused):
     (tmp_path / NAME).write_bytes(b"{}\n\xff\xfe{}\n")
-    assert "'utf-8' codec can't decode byte 0xff" in refused(f"configs={tmp_path / NAME}", "format=json")
+    assert "'utf-8' codec can't decode byte 0xff" in refused("estimate", f"configs={tmp_path / NAME}", "format=json")
 
 
 def test_jobs_are_read_from_standard_input(monkeypatch, shown, refused):
@@ -262,17 +262,17 @@ def test_jobs_are_read_from_standard_input(monkeypatch, shown, refused):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
     given(f"{json.dumps(CONFIG.to_mapping())}\n\n{json.dumps(CONFIGS[3].to_mapping())}")
-    lines = shown("configs=-", "method=fast", "format=json").splitlines()
+    lines = shown("estimate", "configs=-", "method=fast", "format=json").splitlines()
     assert [json.loads(line)["estimator"] for line in lines] == ["fast"] * 2
     given("\n{}")
-    assert "configs=-, line 2: a trial config needs" in refused("configs=-", "method=fast", "format=json")
+    assert "configs=-, line 2: a trial config needs" in refused("estimate", "configs=-", "method=fast", "format=json")
 
 
 def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, answer, shown):
     mapping = "config='" + json.dumps(CONFIG.to_mapping()) + "'"
     fast = estimate(CONFIG, method="fast")
-    assert answer(mapping, "method=fast")["peak_memory_mib"] == fast.peak_memory_mib
-    said = shown(mapping, "method=fast")
+    assert answer("estimate", mapping, "method=fast")["peak_memory_mib"] == fast.peak_memory_mib
+    said = shown("estimate", mapping, "method=fast")
     assert "lightgbm (default)" in said and "consists of" not in said
     errors = fast.held_out_errors["memory"]
     assert f"memory {errors['median']:.1%} ({errors['p90']:.1%}), smact " in said
@@ -280,7 +280,7 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, answer, show
 
     (config,) = make_configs(1, families=("mlp",))
     (run_id,) = write_runs(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")
-    found = answer(f"run={run_id}", "method=fast", f"data={tmp_path / 'd'}")
+    found = answer("estimate", f"run={run_id}", "method=fast", f"data={tmp_path / 'd'}")
     assert found["device"] == "H200-SXM-141GB" and found["run"]["status"] == "ok"
     wanted = estimate(config, method="fast", device="H200-SXM-141GB").peak_memory_mib
     assert found["peak_memory_mib"] == wanted

@@ -7,10 +7,9 @@ import pytest
 
 from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
-from learn.commands import fit as fit_module
 from learn.fitting.artifacts import find_latest, versions
 from learn.rows.data import load_rows
-from tests.learn.learn_rows import make_configs, runner, write_batch
+from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 
@@ -36,11 +35,8 @@ def settings(data, **changes):
     return FitSettings(target="memory", estimator="lightgbm", data=str(data), **changes)
 
 
-run = runner("fit", fit_module.entry)
-
-
 def test_command_prints_the_figures_and_the_artifacts_path(data, shown):
-    said = shown("target=smact", "estimator=lightgbm", f"data={json.dumps(str(data))}", run=run)
+    said = shown("fit", "target=smact", "estimator=lightgbm", f"data={json.dumps(str(data))}")
     for word in (
         "accuracy",
         "macro F1",
@@ -83,12 +79,12 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
     take_snapshot(folder, "night-1")
     write_batch(folder, configs[40:], job="later")
     arguments = ("target=smact", "estimator=lightgbm", f"data={json.dumps(str(folder.root))}")
-    shown(*arguments, "snapshot=night-1", run=run)
+    shown("fit", *arguments, "snapshot=night-1")
     meta = find_latest(folder, "smact").meta
     assert meta["snapshot"] == "night-1" and meta["rows"]["family"] == {"mlp": 40}
     assert meta["data_fingerprint"] == load_rows(folder, "smact", snapshot="night-1").fingerprint()
     assert len(load_rows(folder, "smact")) == 80 and fitted.meta["snapshot"] is None
-    assert "night-1" in refused(*arguments, "snapshot=night-2", run=run)
+    assert "night-1" in refused("fit", *arguments, "snapshot=night-2")
 
 
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):

@@ -13,14 +13,12 @@ from featurize.families import mlp
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
 from learn import PlanRow, estimate, plan
-from learn.commands.plan import entry
 from learn.planning import meshes, plans
 from learn.planning.plan_report import plan_page
 from learn.planning.search import Findings
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.featurize.small_nets import Block, Computes
-from tests.learn.learn_rows import runner
 from tests.parsed_page import ParsedPage
 
 WIDTH = 1024
@@ -250,9 +248,6 @@ def test_the_page_has_the_picture_all_rows_and_what_was_left_out(eight, tmp_path
 # -- the command
 
 
-run = runner("plan", entry)
-
-
 JOB = ("model=tests.learn.test_planning:net", f"input=[1024,{WIDTH}]", "device=T4")
 
 
@@ -263,7 +258,7 @@ def test_the_command_prints_json(answer, tmp_path):
         "parallel=network_gb_s=50",
         f"report={tmp_path / 'plan.html'}",
     )
-    done = answer(*JOB, "gpus=[8,16]", *layouts, run=run)
+    done = answer("plan", *JOB, "gpus=[8,16]", *layouts)
     assert {row["mesh"] for row in done["rows"]} == {"ddp=8", "ddp=16"} and done["global_batch"] == 32768
     best = done["rows"][0]
     assert best["parallel"]["network_gb_s"] == 50 and best["frontier"] and best["fits"] and best["samples_per_s"] > 0
@@ -279,7 +274,7 @@ def test_the_command_prints_json(answer, tmp_path):
     ],
 )
 def test_the_command_refuses_in_one_line(refused, arguments, problem):
-    assert problem in refused(*arguments, run=run)
+    assert problem in refused("plan", *arguments)
 
 
 def test_settings_of_a_mode_go_to_the_layouts_that_have_it():

@@ -13,13 +13,11 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.configs.trial import UnreadableConfig, config_of_row, config_of_user, trusting
 from featurize.families import zoo
 from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate
-from learn.commands import estimate as estimate_module
 from learn.job.training_job import Case
 from learn.rows.data import load_rows
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
@@ -88,21 +86,19 @@ def test_no_command_imports_what_a_row_names(evil, data):
         assert module == "estimate" or run_id in said
 
 
-def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(evil, tmp_path, capsys):
-    for refused in (OWN, own_config()):
+def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(evil, tmp_path, shown, refused):
+    for stored in (OWN, own_config()):
         with pytest.raises(UsageError, match="comes from stored data, so it is not imported"):
-            estimate(refused)
+            estimate(stored)
         assert not evil.exists()
     assert estimate(OWN, trust=["rows_are_data_evil"]).parameters == 10
     assert evil.exists()
-    typed = "config={family: zoo, model: 'rows_are_data_evil:build', inputs: 'float32[4]', batch_size: 8}"
-    assert cli.run("estimate", estimate_module.entry, [typed, "format=json"]) == 0
+    shown("estimate", "config={family: zoo, model: 'rows_are_data_evil:build', inputs: 'float32[4]', batch_size: 8}")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(json.dumps(OWN | {"inputs": "float32[2,4]"}) + "\n")
-    argv = [f"configs={json.dumps(str(jobs))}", "format=json"]
-    assert cli.run("estimate", estimate_module.entry, argv) == 2
-    assert "comes from stored data" in capsys.readouterr().err
-    assert cli.run("estimate", estimate_module.entry, [*argv, "trust=rows_are_data_evil"]) == 0
+    asked = "estimate", f"configs={json.dumps(str(jobs))}", "format=json"
+    assert "comes from stored data" in refused(*asked)
+    shown(*asked, "trust=rows_are_data_evil")
 
 
 def test_trust_is_kept_by_copies_between_processes_and_lost_in_text():

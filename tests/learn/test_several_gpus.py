@@ -212,7 +212,7 @@ def test_ranks_that_divide_a_sequence_share_its_batch_and_those_that_divide_expe
 @pytest.mark.parametrize(("given", "counts"), [([], [8]), (["parallel=ddp=1"], [])])
 def test_one_gpu_overrides_the_layout_of_a_config(answer, given, counts):
     config = "{family: mlp, batch_size: 64, input_size: 1024, classes: 10, depth: 3, parallel: 'ddp=8'}"
-    ranks = answer(f"config={config}", "estimator=trace", *given)["ranks"]
+    ranks = answer("estimate", f"config={config}", "estimator=trace", *given)["ranks"]
     assert [group["count"] for group in ranks] == counts
 
 

@@ -11,11 +11,9 @@ import pytest
 import learn
 from conf.errors import EnvironmentProblem, UsageError
 from learn import GpuState, JobProfile, admit, estimate, fit_slowdowns, group_memory, slowdowns
-from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import FitSettings
-from learn.commands.fit import entry as fit_command
-from learn.commands.sharing import admit_entry, judge_slowdowns
+from learn.commands.sharing import judge_slowdowns
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import (
     ContentionFormula,
@@ -28,7 +26,7 @@ from learn.sharing.slowdowns import (
     loads_of,
     packaged_slowdowns,
 )
-from tests.learn.learn_rows import restamp, runner, write_csv
+from tests.learn.learn_rows import restamp, write_csv
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.tables.schema import NOT_TOGETHER
 
@@ -128,21 +126,18 @@ def test_what_cannot_be_answered_is_refused_by_name(call, part):
         call()
 
 
-admitting = runner("admit", admit_entry)
-
-
 def test_the_command_answers_in_a_table_and_in_json_and_names_every_bad_figure(shown, answer, refused):
     asked = (
         "job={memory_mib: 9000, memory_bound_mib: 10000, smact: 0.7}",
         "used_mib=14000",
         "jobs=[{name: old, memory_mib: 12000, memory_bound_mib: 13500, smact: 0.6}]",
     )
-    out = shown(*asked, run=admitting)
+    out = shown("admit", *asked)
     assert out.startswith("yes: Memory fits at the 99 % level: 24,000 of 40,326 MiB") and "old" in out and "1.30" in out
-    found = answer(*asked, "max_slowdown=1.2", run=admitting)
+    found = answer("admit", *asked, "max_slowdown=1.2")
     old = found["slowdowns"][1]
     assert found["admitted"] is False and old["name"] == "old" and 1.2 < old["median"] < old["p90"]
-    error = refused("job={speed: 1, smact: 2}", run=admitting)
+    error = refused("admit", "job={speed: 1, smact: 2}")
     assert "unknown 'speed'" in error and "smact must be" in error
 
 
@@ -243,9 +238,8 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
         fitted_slowdowns(wrong)
 
 
-def test_the_command_fits_to_imported_pairs_and_its_artifact_answers(pairs_folder, groups, capsys):
-    assert fit_command(FitSettings(target="slowdown", data=str(pairs_folder))) == 0
-    printed = capsys.readouterr().out
+def test_the_command_fits_to_imported_pairs_and_its_artifact_answers(pairs_folder, groups, shown):
+    printed = shown("fit", "target=slowdown", f"data={pairs_folder}")
     assert f"slowdown: {len(groups)} groups (lucid {len(groups)}) on RTX-3090" in printed
     kept = find_slowdowns(pairs_folder)
     ours = [one.median for one in slowdowns(groups[0].jobs, data=pairs_folder)]
@@ -266,13 +260,11 @@ def test_without_an_artifact_of_this_format_the_packaged_figures_answer(pairs_fo
     assert "the packaged figures answer" in capsys.readouterr().err
 
 
-def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, capsys, monkeypatch):
+def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folder, tmp_path, shown, monkeypatch):
     monkeypatch.setattr("learn.sharing.slowdowns._STEPS", 5)
     monkeypatch.setattr("learn.commands.sharing._TREES", 10)
     out = tmp_path / "figures.json"
-    settings = BenchmarkSettings(target="slowdown", data=str(pairs_folder), out=str(out))
-    assert benchmark_command(settings) == 0
-    printed = capsys.readouterr().out
+    printed = shown("benchmark", "target=slowdown", f"data={pairs_folder}", f"out={out}")
     assert all(name in printed for name in ("learned", "trees", "horus_sum", "shared_time", "constant"))
     assert "memory of lucid: 45 groups; the sum of the members alone is off by 0.5% (median)" in printed
     assert "AUC for groups in which all keep 85% of their speed: learned" in printed

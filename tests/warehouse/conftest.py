@@ -4,12 +4,10 @@ import shutil
 
 import pytest
 
-from conf.cli.command_line import run
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import remember
 from warehouse.files.views import refresh
-from warehouse.query import entry
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +44,6 @@ def no_checks(monkeypatch):
 
 
 @pytest.fixture
-def query(folder, monkeypatch, capsys):
+def query(folder, outcome):
     """Run `warehouse.query` on the folder: (exit code, standard output, standard error)."""
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
-
-    def ask(*arguments):
-        code = run("query", entry, arguments)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return ask
+    return lambda *arguments: outcome("query", *arguments, f"data={folder.root}")

@@ -11,8 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import compact_at, copy_into, fill, flip, only_merged, run_row
 
-from conf.cli.command_line import run
-from warehouse.check import entry
 from warehouse.files.damage import damage_of, find_damaged, parquet_files
 from warehouse.files.folder import (
     CHECKSUM_KEY,
@@ -47,9 +45,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def filled(folder, made, monkeypatch):
+def filled(folder, made):
     """Such a folder of the test's own."""
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
     copy_into(folder, made)
     return folder
 
@@ -58,9 +55,8 @@ def damaged(folder):
     return [str(file.path.relative_to(folder.root)) for file in examine(folder).damaged]
 
 
-def test_a_folder_that_is_well(filled, capsys):
-    assert run("check", entry, []) == 0
-    unknown, line = capsys.readouterr().out.splitlines()
+def test_a_folder_that_is_well(filled, shown):
+    unknown, line = shown("check", f"data={filled.root}").splitlines()
     assert "6 runs of 1 job" in unknown and "are not in its queue. " in unknown
     assert line.endswith("files verified; 0 damaged or missing")
 
@@ -80,13 +76,13 @@ def test_a_folder_that_is_well(filled, capsys):
         "models/memory/v1/meta.json",
     ],
 )
-def test_a_flipped_bit_in_any_file_is_named_with_its_path(filled, capsys, pattern):
+def test_a_flipped_bit_in_any_file_is_named_with_its_path(filled, outcome, pattern):
     (path,) = filled.root.glob(pattern)
     flip(path)
-    assert run("check", entry, []) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "in its queue" not in line]
+    code, out, _ = outcome("check", f"data={filled.root}")
+    lines = [line for line in out.splitlines() if "in its queue" not in line]
     assert [line for line in lines if line.startswith(f"damaged: {path}: ")] == lines[:-1]
-    assert len(lines) == 2 and lines[-1].endswith("1 damaged or missing")
+    assert (code, len(lines)) == (1, 2) and lines[-1].endswith("1 damaged or missing")
 
 
 def test_a_changed_file_of_a_snapshot_is_named(filled):
@@ -98,14 +94,14 @@ def test_a_changed_file_of_a_snapshot_is_named(filled):
     assert damaged(filled) == ["snapshots/s/manifest.json"]
 
 
-def test_a_merged_file_that_is_gone_is_an_error_with_its_rows(filled, capsys):
+def test_a_merged_file_that_is_gone_is_an_error_with_its_rows(filled, outcome):
     path = only_merged(filled)
     path.unlink()
-    assert run("check", entry, []) == 1
-    assert f"missing: {path} is gone" in (out := capsys.readouterr().out) and "4 rows are missing" in out
-    assert run("check", entry, ["format=json"]) == 1
-    (missing,) = json.loads(capsys.readouterr().out)["missing"]
-    assert (missing["path"], missing["rows"]) == (str(path), 4)
+    code, out, _ = outcome("check", f"data={filled.root}")
+    assert code == 1 and f"missing: {path} is gone" in out and "4 rows are missing" in out
+    code, out, _ = outcome("check", f"data={filled.root}", "format=json")
+    (missing,) = json.loads(out)["missing"]
+    assert (code, missing["path"], missing["rows"]) == (1, str(path), 4)
 
 
 def test_another_whole_file_in_a_merged_files_place_is_named(filled):
@@ -116,11 +112,10 @@ def test_another_whole_file_in_a_merged_files_place_is_named(filled):
     assert file.path == path and "another file than" in file.reason
 
 
-def test_files_of_older_versions_are_read_in_full_and_counted(filled, capsys):
+def test_files_of_older_versions_are_read_in_full_and_counted(filled, shown):
     path = filled.partition("runs", "cnn") / "J-000009.parquet"
     pq.write_table(run_table(run_row(9, config="x" * 5000)), path, compression="none")
-    assert run("check", entry, []) == 0
-    assert "1 of them of older versions without a checksum" in capsys.readouterr().out
+    assert "1 of them of older versions without a checksum" in shown("check", f"data={filled.root}")
     path.write_bytes(b"PAR1" + bytes(100) + path.read_bytes()[104:])
     assert damaged(filled) == ["runs/family=cnn/J-000009.parquet"]
 

@@ -26,8 +26,6 @@ from warehouse_rows import (
 )
 from warehouse_rows import fill as fill_any
 
-from conf.cli.command_line import run
-from warehouse.compact import entry
 from warehouse.files import compaction
 from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere, read_files
 from warehouse.files.views import view_statements
@@ -256,13 +254,12 @@ def test_old_temporary_files_are_removed_and_young_ones_left(folder):
     assert not torn.exists()
 
 
-def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+def test_the_command_prints_what_it_merged(folder, shown, refused):
     fill(folder, range(3))
-    assert run("compact", entry, ["min_files=2"]) == 0
-    assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in capsys.readouterr().out
-    assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
-    assert "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1" in capsys.readouterr().err
+    merged = shown("compact", "min_files=2", f"data={folder.root}")
+    assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in merged
+    problem = "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1"
+    assert problem in refused("compact", "min_files=1", "grace_s=-1")
 
 
 SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])

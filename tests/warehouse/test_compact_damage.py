@@ -9,14 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, compact_at, fill, flip, only_merged, run_row
 
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
+from tests.surroundings import run_command
 from warehouse.files.compaction import compact
 from warehouse.files.counting import counting_files, lost_merged_files
 from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
-from warehouse.snapshot import entry
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
 
 
@@ -228,14 +227,13 @@ def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("damage", [b"", b"torn", None])
-def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_named(folder, damage, monkeypatch, capfd):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+def test_a_damaged_run_costs_its_row_and_damaged_samples_no_run_and_both_are_named(folder, damage, capfd):
     fill(folder, range(3))
     path = folder.partition("runs", "cnn") / "J-000001.parquet"
     flip(path) if damage is None else path.write_bytes(damage)
     samples = folder.partition("telemetry", "cnn") / "J-000002.parquet"
     flip(samples)
-    assert run("snapshot", entry, ["name=s"]) == 0
+    assert run_command("snapshot", "name=s", f"data={folder.root}") == 0
     out, err = capfd.readouterr()
     left_out = find_snapshot(folder, "s").left_out
     assert "2 damaged files left out" in out and len(left_out) == 2

@@ -12,10 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row
 
-from conf.cli import command_line as cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse import export as export_command
-from warehouse import ingest as ingest_command
 from warehouse.exchange import dataset, exporting, ingesting
 from warehouse.exchange.dataset import find_parts, read_part, repository_folder, scrub, thin, to_bytes
 from warehouse.exchange.dataset_card import card
@@ -375,21 +372,19 @@ def test_metadata_of_any_shape_and_what_cannot_be_read_land_nothing(sent, tmp_pa
     assert not (tmp_path / "other").exists()
 
 
-def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(folder, out, tmp_path, capsys):
+def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(
+    folder, out, tmp_path, shown, refused
+):
     RunWriter(folder).write(gpu_run(0), readings(2))
     data = f"data={folder.root}"
-    assert cli.run("export", export_command.entry, [f"out={out}", data]) == 0
-    assert "1 runs added" in capsys.readouterr().out
-    arguments = ["source=dataset", f"path={out}", f"data={tmp_path / 'other'}"]
-    assert cli.run("ingest", ingest_command.entry, arguments) == 0
-    assert "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-runs.parquet" in capsys.readouterr().out
+    assert "1 runs added" in shown("export", f"out={out}", data)
+    taken_in = shown("ingest", "source=dataset", f"path={out}", f"data={tmp_path / 'other'}")
+    assert "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-runs.parquet" in taken_in
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert cli.run("ingest", ingest_command.entry, ["source=dataset", f"path={empty}", data]) == 2
-    error_text = capsys.readouterr().err
-    assert "holds no runs yet: no GPU has measured anything" in error_text and error_text.count("\n") == 1
-    assert cli.run("ingest", ingest_command.entry, ["source=gpumemnet", data]) == 2
-    assert "missing path=" in capsys.readouterr().err
+    error = refused("ingest", "source=dataset", f"path={empty}", data)
+    assert "holds no runs yet: no GPU has measured anything" in error
+    assert "missing path=" in refused("ingest", "source=gpumemnet", data)
 
 
 def test_the_project_s_own_card_is_true():

@@ -8,9 +8,7 @@ import tempfile
 import pytest
 from warehouse_rows import fill
 
-from conf.cli.command_line import run
 from tests.surroundings import small_disk
-from warehouse import compact, export, ingest, publish, snapshot
 from warehouse.files.folder import DataFolder
 
 DISK_KIB = 4096
@@ -48,36 +46,31 @@ def places(disk):
 
 
 COMMANDS = {
-    "publish": (publish.entry, ["out='{disk}/set'", "licence=CC-BY-4.0", "pages=2"]),
-    "export": (export.entry, ["out='{disk}/set'", "source=simulated"]),
-    "snapshot": (snapshot.entry, ["name=s"]),
-    "compact": (compact.entry, []),
-    "ingest": (
-        ingest.entry,
-        [
-            "source=csv",
-            "path='{disk}/rows.csv'",
-            "family=cnn",
-            "device_name=A100",
-            "columns='{{peak_memory_mib: memory, batch_size: batch}}'",
-        ],
-    ),
+    "publish": ["out='{disk}/set'", "licence=CC-BY-4.0", "pages=2"],
+    "export": ["out='{disk}/set'", "source=simulated"],
+    "snapshot": ["name=s"],
+    "compact": [],
+    "ingest": [
+        "source=csv",
+        "path='{disk}/rows.csv'",
+        "family=cnn",
+        "device_name=A100",
+        "columns='{{peak_memory_mib: memory, batch_size: batch}}'",
+    ],
 }
 
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_without_space_says_so_and_works_again_with_space(disk, capsys, name):
-    entry, arguments = COMMANDS[name]
+def test_a_command_without_space_says_so_and_works_again_with_space(disk, outcome, shown, name):
     (disk / "rows.csv").write_text("memory,batch\n" + "".join(f"{1000 + i},{i + 1}\n" for i in range(50)))
-    arguments = [text.format(disk=str(disk).replace("'", "\\'")) for text in arguments]
+    arguments = [text.format(disk=str(disk).replace("'", "\\'")) for text in COMMANDS[name]]
     refused = 0
     for kib in LEFT_KIB:
         before = places(disk)
         leave(disk, kib)
-        code = run(name, entry, arguments)
+        code, out, err = outcome(name, *arguments)
         leave(disk, None)
-        out, err = capsys.readouterr()
         if code == 0:
             break
         refused += 1
@@ -87,6 +80,6 @@ def test_a_command_without_space_says_so_and_works_again_with_space(disk, capsys
         whole = {path for path in new if name == "compact" and path.name.startswith("merged-")}  # with its listing
         assert new == whole and len(whole) % 2 == 0, (kib, new)
     else:
-        assert run(name, entry, arguments) == 0
+        shown(name, *arguments)
     assert refused > 0
     assert not [path for path in disk.rglob("*") if path.name.endswith(".tmp")]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import warehouse
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import mapping_hash
 from featurize.configs.trial import ACTIVATIONS, config_from_mapping, config_hash
@@ -19,7 +18,6 @@ from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
 from tests.warehouse.warehouse_rows import TRANSFORMER, csv_table
-from warehouse import ingest as command
 from warehouse.exchange import ingesting
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published import dense_parameters, pool_intervals
@@ -314,14 +312,12 @@ def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(
         ),
     ],
 )
-def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, expected_text):
+def test_bad_input_is_one_message_and_writes_nothing(place, refused, arguments, expected_text):
     path = csv_table(place / "some.csv", HEADER, ROWS)
     if not any(text.startswith("path=") for text in arguments):
         arguments = [*arguments, f"path={path}"]
     asked = [*arguments, f"data='{str(place / 'data').replace(chr(39), chr(92) + chr(39))}'"]
-    assert run("ingest", command.entry, asked) == 2
-    error = capsys.readouterr().err
-    assert expected_text in error and error.count("\n") == 1 and not (place / "data").exists()
+    assert expected_text in refused("ingest", *asked) and not (place / "data").exists()
 
 
 KILLED = """

@@ -7,9 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, ask_plainly, compact_at, findings_of, kernels, run_row, samples, take_in
 
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.diff import entry as diff_entry
 from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.snapshots import take_snapshot
@@ -105,7 +103,7 @@ def test_a_publication_has_its_runs_kernels_and_imported_ones_where_they_are_nam
     assert "- 1 kernels: source imported" in card and "and 2 kernels" in card and "Columns of kernels" in card
 
 
-def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_software(folder, capsys):
+def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_software(folder, shown):
     writer = RunWriter(folder)
     same = {"source": "measured", "device_name": "T4", "torch_version": "2.13.0"}
     writer.write(run_row(0, **same), samples(1), kernels())
@@ -116,8 +114,7 @@ def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_softwar
     assert (slower.group, slower.pairs, slower.beyond) == ({"operator": "aten::mm0", "device_name": "T4"}, 1, 1)
     assert slower.median == pytest.approx(0.2) and slower.largest == slower.median
     assert (equal.group["operator"], equal.median, equal.beyond) == ("aten::mm1", 0.0, 0)
-    assert run("diff", diff_entry, ["before=a", f"data={folder.root}"]) == 0
-    assert "+20.0%" in capsys.readouterr().out
+    assert "+20.0%" in shown("diff", "before=a", f"data={folder.root}")
 
 
 def test_a_matrix_product_of_the_file_becomes_its_operator_and_shapes(folder, tmp_path):

@@ -12,14 +12,12 @@ import sys
 import duckdb
 import pytest
 
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import ask, run_row, samples
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.publish import entry
 from warehouse.reading.checks import Finding
 from warehouse.tables.columns import TABLES
 from warehouse.tables.schema import STATUSES
@@ -225,13 +223,11 @@ def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, 
         assert "1 run is simulated: modelled, not measured." in text and "real GPU" not in text
 
 
-def test_a_licence_must_be_given_and_what_is_missing_is_said(whole, tmp_path, monkeypatch, capsys, no_checks):
-    monkeypatch.setenv("GPUFARM_DATA", str(whole[1].root))
+def test_a_licence_must_be_given_and_what_is_missing_is_said(whole, tmp_path, shown, refused, no_checks):
     out = tmp_path / "set"
-    assert run("publish", entry, [f"out='{out}'"]) == 2
-    assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
-    assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]", "pages=0"]) == 0
-    output = capsys.readouterr().out
+    asked = "publish", f"out='{out}'", f"data={whole[1].root}"
+    assert "licence=... is missing" in refused(*asked) and not out.exists()
+    output = shown(*asked, "licence=CC-BY-4.0", "creators=[Ada Lovelace]", "pages=0")
     assert not (out / "pages").exists()
     assert "205 telemetry, 0 kernels, 0 ranks, 0 collocations, 7 runs, 1 jobs" in output
     assert "not given, and so not in the card or croissant.json: citation, url, version" in output

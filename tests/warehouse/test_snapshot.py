@@ -25,9 +25,7 @@ from warehouse_rows import (
 )
 
 import warehouse
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
 from warehouse.files import merged
 from warehouse.files.compaction import compaction_lock
@@ -38,7 +36,6 @@ from warehouse.files.views import VIEWS
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import SEVERITIES
 from warehouse.reading.pairing import diff
-from warehouse.snapshot import entry
 from warehouse.tables.schema import TELEMETRY_SCHEMA
 
 
@@ -172,17 +169,16 @@ def test_a_damaged_file_is_named(folder):
         warehouse.connect(folder, snapshot="s")
 
 
-def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, capsys, monkeypatch):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, shown, outcome):
     fill(folder, [0])
     root = take_snapshot(folder, "s").folder.root
-    assert run("snapshot", entry, ["verify=all"]) == 0
+    shown("snapshot", "verify=all", f"data={folder.root}")
     path = root / "runs" / "family=cnn" / "J-000000.parquet"
     status = path.stat()
     flip(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert run("snapshot", entry, ["verify=s"]) == 1
-    assert "s: runs/family=cnn/J-000000.parquet has other content" in capsys.readouterr().out
+    code, out, _ = outcome("snapshot", "verify=s", f"data={folder.root}")
+    assert code == 1 and "s: runs/family=cnn/J-000000.parquet has other content" in out
 
 
 def test_a_damaged_manifest_is_named(folder):
@@ -232,15 +228,12 @@ def test_a_snapshot_waits_for_a_compaction(folder):
     assert messages == ["waiting for a compaction that is at work on this folder"]
 
 
-def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+def test_the_command_takes_and_lists(folder, shown):
     fill(folder, range(3))
-    assert run("snapshot", entry, ["list=true"]) == 0
-    assert "no snapshots yet" in capsys.readouterr().out
-    assert run("snapshot", entry, ["name=2026-11-20"]) == 0
-    assert run("snapshot", entry, ["list=true"]) == 0
-    output = capsys.readouterr().out.splitlines()
-    assert output[0] == output[1] and output[0].startswith(
+    data = f"data={folder.root}"
+    assert "no snapshots yet" in shown("snapshot", "list=true", data)
+    taken = shown("snapshot", "name=2026-11-20", data)
+    assert taken == shown("snapshot", "list=true", data) and taken.startswith(
         "2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 kernels, 0 ranks, 0 collocations, 0 jobs, 0 stale; "
     )
 
@@ -248,8 +241,7 @@ def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
 ENVIRONMENT = {"device_name": "A100-SXM4-40GB", "torch_version": "2.13", "config_hash": "c0ffee"}
 
 
-def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+def test_a_difference_tells_runs_labels_and_columns(folder, shown):
     fill(folder, range(4), **ENVIRONMENT, smact=0.5)
     take_snapshot(folder, "a")
     fill(folder, [0], **ENVIRONMENT, smact=0.5, optimizer="adam")  # changed, its labels as they were
@@ -270,8 +262,7 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     assert (memory.label, memory.pairs, memory.median, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
     assert (smact.label, round(smact.median, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
     assert json.loads(difference.as_json())["rows_before"]["runs"] == 4
-    assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0
-    output = capsys.readouterr().out
+    output = shown("diff", *named_arguments(["a", "b"]), f"data={folder.root}")
     assert "Changed in: optimizer (1 run)." in output and "-0.050" in output
     with pytest.raises(UsageError, match="a third name 'c'"):
         named_arguments(["a", "b", "c"])
