@@ -271,6 +271,14 @@ def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 @pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder of this user alone, with a hostile name."""
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
 def outcome(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command in this process; return its exit code and what it prints on both streams."""
     return lambda name, *arguments: (run_command(name, *arguments), *capsys.readouterr())

@@ -41,14 +41,12 @@ with local_server("", has_folder=True) as server:
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch):
-    """The only place for temporary folders, with a hostile name."""
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    monkeypatch.setattr(running.tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    assert not list(folder.iterdir())
+def base(place, monkeypatch):
+    """The only place for temporary folders."""
+    monkeypatch.setattr(running.tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    yield place
+    assert not list(place.iterdir())
 
 
 def run(code, *arguments, environment=None, time_limit_s=60.0, memory_limit_bytes=4 * GIB):

@@ -154,17 +154,15 @@ def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come_and_leave
     np.testing.assert_array_equal(figures(again), figures(predicted))
 
 
-def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, predicted, rows, tmp_path):
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    fitted.save(folder)
-    loaded = get_estimator(name).load(folder)
+def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, predicted, rows, place):
+    fitted.save(place)
+    loaded = get_estimator(name).load(place)
     if name not in TRAINING_FREE:  # each row of which is an analysis of its own, whichever others there are
         np.testing.assert_array_equal(figures(loaded.predict(rows.cases, STEPS)), figures(predicted))
     np.testing.assert_array_equal(figures(loaded.predict(rows.cases[-1:], STEPS)), figures(predicted, [-1]))
     assert loaded.predict([], STEPS).point.shape == (0,)
-    json.loads((folder / "estimator.json").read_text())
-    assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
+    json.loads((place / "estimator.json").read_text())
+    assert not [p for p in place.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
 
 
 def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monkeypatch):

@@ -20,7 +20,6 @@ from farm.replaying.traces import (
 )
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
-from warehouse.files.folder import DataFolder
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
 COLLOCATING = [name for name in POLICIES if name != "exclusive"]
@@ -270,16 +269,15 @@ def test_a_malformed_trace_is_refused_in_one_line_or_replayed(tmp_path, suffix):
     assert 10 < refused < len(changed)
 
 
-def test_the_command_prints_a_table_or_json_and_writes_a_page(outcome, answer, tmp_path):
+def test_the_command_prints_a_table_or_json_and_writes_a_page(outcome, answer, folder, tmp_path):
     small = ("n=20", "seeds=[1,2]", "policy=[exclusive,ours]", "estimator=[oracle,ours_bound]")
     code, out, err = outcome("replay", *small, f"report={tmp_path}/replay.html")
     assert (code, err) == (0, "")
     assert "20 jobs on 4 x A100-SXM4-40GB" in out and "ours_bound" in out and "Simulated" in out
     page = (tmp_path / "replay.html").read_text()
     assert page.count("<svg") == 3 and "ours · ours_bound" in page
-    home = DataFolder.resolve(tmp_path / "data").create()
-    figures = answer("replay", *small, f"data={home.root}")
-    assert sorted(path.suffix for path in (home.root / "replays").iterdir()) == [".html", ".json"]
+    figures = answer("replay", *small, f"data={folder.root}")
+    assert sorted(path.suffix for path in (folder.root / "replays").iterdir()) == [".html", ".json"]
     first, ours, bound = figures["replays"]
     assert [one["policy"] for one in (first, ours, bound)] == ["exclusive", "ours", "ours"]
     assert first["makespan_over_exclusive"]["mean"] == 1

@@ -36,11 +36,6 @@ def override(path: Path) -> str:
     return 'data="' + str(path) + '"'
 
 
-def made(path: Path) -> Path:
-    """A data folder at that path."""
-    return DataFolder.resolve(path).create().root
-
-
 @pytest.fixture
 def no_gpu(monkeypatch):
     class NoDriver(RecordedNvml):
@@ -60,9 +55,9 @@ def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(repo
     assert (sources["process"]["available"], sources["nvml"]["available"]) == (True, False)
 
 
-def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(report, shown, tmp_path, monkeypatch):
+def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(report, shown, folder, monkeypatch):
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(), {}))
-    overrides = [override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
+    overrides = [override(folder.root), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
     doctor_report = report(*overrides)
     assert [gpu["usable"] for gpu in doctor_report["gpus"]] == [True, True, True, False, True]
     assert "display adapter" in doctor_report["gpus"][3]["excluded_reason"]
@@ -83,9 +78,9 @@ def hopper(monkeypatch):
     return nvml
 
 
-def test_each_source_is_listened_to_and_tells_what_it_gives_here(report, shown, tmp_path, hopper):
+def test_each_source_is_listened_to_and_tells_what_it_gives_here(report, shown, folder, hopper):
     with DcgmServer() as server:
-        overrides = (override(made(tmp_path)), f"telemetry.dcgm_url={server.url}")
+        overrides = (override(folder.root), f"telemetry.dcgm_url={server.url}")
         sources, table = report(*overrides)["telemetry"], " ".join(shown("doctor", *overrides).split())
     gpm = sources["gpm"]
     assert "fp16_active" not in gpm["metrics"] and "drama" in gpm["metrics"]
@@ -106,11 +101,10 @@ def test_data_folder_that_is_not_there_yet_is_refused_only_where_it_is_named_and
 
 
 @pytest.mark.parametrize("content", ["not json", '{"format": "gpufarm-data", "schema_version": 999}'])
-def test_unreadable_data_folder_is_part_of_the_report(report, tmp_path, no_gpu, content):
-    folder = DataFolder.resolve(tmp_path / "data").create()
+def test_unreadable_data_folder_is_part_of_the_report(report, folder, tmp_path, no_gpu, content):
     folder.format_marker.write_text(content)
     data = report(override(folder.root), refused=True)["data"]
     assert data["reason"] and data["runs_gone"] is None
-    queue = made(tmp_path / "other") / "queue.sqlite"
-    queue.write_bytes(b"no database" * 100)
-    assert "queue.sqlite" in doctor.data_state(str(queue.parent))["reason"]
+    other = DataFolder.resolve(tmp_path / "other").create()
+    other.queue.write_bytes(b"no database" * 100)
+    assert "queue.sqlite" in doctor.data_state(str(other.root))["reason"]

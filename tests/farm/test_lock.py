@@ -21,10 +21,9 @@ from tests.surroundings import run_command, waiting_process
 
 
 @pytest.fixture
-def runtime(tmp_path, monkeypatch):
+def runtime(tmp_path_factory, monkeypatch):
     """A folder for the user's temporary folders, for this test alone."""
-    path = tmp_path / "runtime"
-    path.mkdir(mode=0o700)
+    path = tmp_path_factory.mktemp("runtime")
     monkeypatch.setattr("tempfile.tempdir", str(path))
     return path
 
@@ -151,55 +150,49 @@ DAY_S = 86_400.0
 LATER = 4e9  # seconds since the epoch: long after any folder of this test was made
 
 
-@pytest.fixture
-def base(tmp_path):
-    return tmp_path / "a'; echo foo"
-
-
-def folder_of(base, owner, name="gpufarm-trial-1"):
-    path = base / name
-    path.mkdir(mode=0o700, parents=True)
+def folder_of(place, owner, name="gpufarm-trial-1"):
+    path = place / name
+    path.mkdir(mode=0o700)
     (path / "server.log").write_text("x")
     if owner is not None:
         (path / OWNER_FILE).write_text(owner)
     return path
 
 
-def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_their_age(base, dead):
-    folder_of(base, dead, "gpufarm-data")
-    folder_of(base, dead, "mine")
-    (base / "gpufarm-trial-file").write_text("x")
+def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_their_age(place, dead):
+    folder_of(place, dead, "gpufarm-data")
+    folder_of(place, dead, "mine")
+    (place / "gpufarm-trial-file").write_text("x")
     pid, start, where = dead.split("@")
-    folder_of(base, f"{pid}@{start}@{where.partition('.')[0]}.1", "gpufarm-trial-namespace")
-    path = make_folder("gpufarm-ray-", base)
-    assert sweep_folders([base], now=LATER) == []
+    folder_of(place, f"{pid}@{start}@{where.partition('.')[0]}.1", "gpufarm-trial-namespace")
+    path = make_folder("gpufarm-ray-", place)
+    assert sweep_folders([place], now=LATER) == []
     assert path.exists() and path.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("owner", [None, "", "junk", "1@1@00000000.1"])
-def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(base, owner):
-    path = folder_of(base, owner)
+def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(place, owner):
+    path = folder_of(place, owner)
     made = path.stat().st_mtime
-    assert [sweep_folders([base], now=made + DAY_S + seconds) for seconds in (-60, 60)] == [[], [path]]
+    assert [sweep_folders([place], now=made + DAY_S + seconds) for seconds in (-60, 60)] == [[], [path]]
 
 
-def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(base, dead, monkeypatch):
-    path = folder_of(base, dead, "gpufarm-ray-1")
+def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(place, dead, monkeypatch):
+    path = folder_of(place, dead, "gpufarm-ray-1")
     (path / "session").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda name, **options: (path / name / "agent.log").write_text("ending"))
-        assert sweep_folders([base], now=0.0) == []
-    assert sweep_folders([base], now=0.0) == [path] and not path.exists()
+        assert sweep_folders([place], now=0.0) == []
+    assert sweep_folders([place], now=0.0) == [path] and not path.exists()
 
 
-def test_no_link_is_followed(base, dead, tmp_path):
-    precious = tmp_path / "precious"
-    precious.mkdir()
+def test_no_link_is_followed(place, dead, tmp_path_factory):
+    precious = tmp_path_factory.mktemp("precious")
     (precious / "file").write_text("mine")
     (precious / OWNER_FILE).write_text(dead)
-    path = folder_of(base, dead)
-    (base / "gpufarm-trial-link").symlink_to(precious)
+    path = folder_of(place, dead)
+    (place / "gpufarm-trial-link").symlink_to(precious)
     (path / "link").symlink_to(precious)
     (path / "file-link").symlink_to(precious / "file")
-    assert sweep_folders([base], now=LATER) == [path]
-    assert (precious / "file").read_text() == "mine" and (base / "gpufarm-trial-link").is_symlink()
+    assert sweep_folders([place], now=LATER) == [path]
+    assert (precious / "file").read_text() == "mine" and (place / "gpufarm-trial-link").is_symlink()

@@ -32,18 +32,17 @@ os._exit(0)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(place, monkeypatch):
     """The current folder, with modules of the user's own."""
-    folder = tmp_path / "a'; echo foo"
-    (folder / "checked_nets").mkdir(parents=True)
-    (folder / "checked_nets" / "__init__.py").touch()
-    (folder / "checked_nets" / "small.py").write_text(NETS)
-    (folder / "checked_fails.py").write_text("import no_such_package_at_all\n")
-    (folder / "checked_leaves.py").write_text(LEAVES)
-    (folder / "checked_exits.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
+    (place / "checked_nets").mkdir()
+    (place / "checked_nets" / "__init__.py").touch()
+    (place / "checked_nets" / "small.py").write_text(NETS)
+    (place / "checked_fails.py").write_text("import no_such_package_at_all\n")
+    (place / "checked_leaves.py").write_text(LEAVES)
+    (place / "checked_exits.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    yield place
     for name in [name for name in sys.modules if name.startswith("checked_")]:
         del sys.modules[name]
 

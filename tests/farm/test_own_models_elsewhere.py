@@ -14,7 +14,6 @@ from featurize.families import zoo
 from learn.job.training_job import Case
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
-from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 ROWS = 5
@@ -33,10 +32,9 @@ def there(data):
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
+def data(folder, tmp_path, monkeypatch):
     """60 ordinary rows, and five of a model whose module is not here."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder = DataFolder.resolve(tmp_path / "a'; echo data").create()
     write_batch(folder, make_configs(60))
     writer = RunWriter(folder)
     labelled = runs_of(make_configs(ROWS), job="own", statuses=["ok"] * ROWS)

@@ -51,8 +51,7 @@ def four_runs(tmp_path_factory):
 @pytest.fixture
 def ran(folder, four_runs):
     """Such a folder of the test's own, whose queue is opened after this."""
-    copy_into(folder, four_runs)
-    return folder
+    return copy_into(folder, four_runs)
 
 
 def run_file(folder, index, kind="runs"):

@@ -28,7 +28,6 @@ from featurize.device.device_spec import load_device
 from featurize.families import get_family, mlp
 from featurize.job.code_names import CodeName
 from tests.warehouse.warehouse_rows import run_row
-from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA
 
@@ -156,8 +155,7 @@ def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
     assert np.mean([one.figures["memory"] > 1.1 * capacity for one in choice.chosen]) < 0.15
 
 
-def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_path, pool):
-    folder = DataFolder.resolve(tmp_path / "a'; data").create()
+def test_what_the_warehouse_has_is_known_by_device_source_and_environment(folder, pool):
     writer = RunWriter(folder)
     known = {
         "family": "mlp",
@@ -207,17 +205,17 @@ def own_space(**values):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    data_folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
-    writer = RunWriter(data_folder)
+def stored(folder):
+    """A data folder whose rows hold a plain config, one that names code, and what is none."""
+    writer = RunWriter(folder)
     for index, config in enumerate([json.dumps(PLAIN), json.dumps(OWN), "[" * 100_000, "no json"]):
         about = {"family": "mlp", "device_name": DEVICE, "peak_memory_mib": 700.0}
         writer.write(run_row(index, **about, config=config, config_hash=f"{index}"), NO_TELEMETRY)
-    return data_folder
+    return folder
 
 
-def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder):
-    known = known_runs(folder, DEVICE, source="simulated")
+def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(stored):
+    known = known_runs(stored, DEVICE, source="simulated")
     assert [config.to_mapping() for config in known.configs] == [PLAIN]
     assert known.measured == {"0", "1", "2", "3"}
     left_out = "\n".join(known.left_out)
@@ -225,24 +223,24 @@ def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder):
     assert [text for text in named if text not in left_out] == []
 
 
-def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(folder):
+def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(stored):
     typed = sample(own_space(), 0, 0)
     assert isinstance(typed.model, CodeName) and code_problem(typed) is None
     assert "comes from stored data" in code_problem(config_of_row(json.dumps(typed.to_mapping())))
-    (folder.growth / "plans").mkdir(parents=True)
+    (stored.growth / "plans").mkdir(parents=True)
     plan = [{"place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
-    (folder.growth / "plans" / "a.json").write_text(json.dumps(plan))
+    (stored.growth / "plans" / "a.json").write_text(json.dumps(plan))
     space = own_space(model=["mine.nets:build float32[4] {a: 1}", "mine.nets:other float32[4]"], inputs=None)
     assert code_names([space]) == ("mine.nets:build", "mine.nets:other")
-    mine, other, plain = (entry.config for entry in read_plan(folder, "growth/plans/a.json", [space]))
+    mine, other, plain = (entry.config for entry in read_plan(stored, "growth/plans/a.json", [space]))
     assert code_problem(mine) is None and code_problem(plain) is None
     assert "comes from stored data" in code_problem(other)
-    assert "comes from stored data" in code_problem(read_plan(folder, "growth/plans/a.json")[0].config)
+    assert "comes from stored data" in code_problem(read_plan(stored, "growth/plans/a.json")[0].config)
 
 
-def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
+def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(stored):
     listed = [(0, [config_of_row(json.dumps(OWN))])]
-    with Queue.open(folder.queue) as queue:
+    with Queue.open(stored.queue) as queue:
         with pytest.raises(UsageError, match="comes from stored data"):
-            submit_listed(folder, queue, "job", listed, None, None, "uniform", 0)
+            submit_listed(stored, queue, "job", listed, None, None, "uniform", 0)
         assert not queue.jobs()

@@ -49,13 +49,12 @@ module = nn.Linear(4, 2)
 
 
 @pytest.fixture
-def nets(tmp_path, monkeypatch):
+def nets(place, monkeypatch):
     """A package of one's own, `zoo_test_own.nets`; what its models were read as is forgotten afterwards."""
-    package = tmp_path / "a'; echo foo" / "zoo_test_own"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "nets.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(package.parent))
+    (place / "zoo_test_own").mkdir()
+    (place / "zoo_test_own" / "__init__.py").touch()
+    (place / "zoo_test_own" / "nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(place))
     yield "zoo_test_own.nets"
     zoo._read.cache_clear()
     for name in [name for name in sys.modules if name.startswith("zoo_test_own")]:

@@ -209,11 +209,10 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     assert "5 runs added" in exported, "what has no estimate is measured all the same"
 
 
-def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, shown):
-    out, folder = tmp_path / "out", tmp_path / "results"
-    work = tmp_path / "work"
-    work.mkdir()
-    folder.mkdir()
+def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(
+    planted, tmp_path, place, tmp_path_factory, shown
+):
+    out, folder, work = tmp_path / "out", place, tmp_path_factory.mktemp("work")
     record_tests(work, passed=1)
     for number in range(2):
         (work / "number.txt").write_text(f"call {number}")
@@ -229,16 +228,14 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
     ("arguments", "words"),
     [
         ([], "missing results=..."),
-        (["results={empty}/none", "out={made}/out"], "holds no results"),
-        (["results={empty}", "out={made}/out"], "holds no results"),
+        (["results={place}/none", "out={made}/out"], "holds no results"),
+        (["results={place}", "out={made}/out"], "holds no results"),
         (["results={made}/file", "out={made}/out"], "holds no results"),
-        (["results={empty}", "out={made}/file"], "is a file, not a folder"),
+        (["results={place}", "out={made}/file"], "is a file, not a folder"),
         (["folder=x"], "unknown key 'folder'; valid keys: results, out, datasets"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, refused, arguments, words):
-    empty = tmp_path / "empty"
-    empty.mkdir()
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, place, refused, arguments, words):
     (tmp_path / "file").touch()
-    assert words in refused(PAGE, *(text.format(empty=empty, made=tmp_path) for text in arguments))
+    assert words in refused(PAGE, *(text.format(place=place, made=tmp_path) for text in arguments))
     assert not (tmp_path / "out").exists()

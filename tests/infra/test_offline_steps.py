@@ -46,11 +46,9 @@ def work(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path_factory):
     """An empty folder for results."""
-    path = tmp_path / "results"
-    path.mkdir()
-    return path
+    return tmp_path_factory.mktemp("results")
 
 
 @pytest.fixture

@@ -35,14 +35,12 @@ OWN = {"family": "zoo", "model": "rows_are_data_evil:build", "inputs": "float32[
 
 
 @pytest.fixture
-def evil(tmp_path, monkeypatch):
+def evil(place, monkeypatch):
     """A module that can be imported, and leaves a file where it was."""
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    (folder / "rows_are_data_evil.py").write_text(EVIL)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
-    yield folder / "it ran"
+    (place / "rows_are_data_evil.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("PYTHONPATH", f"{place}{os.pathsep}{ROOT}")
+    yield place / "it ran"
     sys.modules.pop("rows_are_data_evil", None)
     zoo._read.cache_clear()
 

@@ -47,8 +47,7 @@ def made(tmp_path_factory):
 @pytest.fixture
 def filled(folder, made):
     """Such a folder of the test's own."""
-    copy_into(folder, made)
-    return folder
+    return copy_into(folder, made)
 
 
 def damaged(folder):

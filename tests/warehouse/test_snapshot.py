@@ -64,8 +64,7 @@ def filled_once(tmp_path_factory):
 @pytest.fixture
 def full(folder, filled_once):
     """A folder of the test's own with files of all these kinds."""
-    copy_into(folder, filled_once)
-    return folder
+    return copy_into(folder, filled_once)
 
 
 @pytest.fixture

@@ -62,15 +62,13 @@ def merged_once(tmp_path_factory, filled_once):
 @pytest.fixture
 def ten_runs(folder, filled_once):
     """A folder of the test's own with ten runs."""
-    copy_into(folder, filled_once)
-    return folder
+    return copy_into(folder, filled_once)
 
 
 @pytest.fixture
 def ten_merged(folder, merged_once):
     """The same, where the runs are merged and their own files deleted."""
-    copy_into(folder, merged_once)
-    return folder
+    return copy_into(folder, merged_once)
 
 
 @pytest.fixture

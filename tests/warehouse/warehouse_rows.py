@@ -144,9 +144,12 @@ def fill(folder, indices, rows: int = 3, has_details: bool = False, **changes) -
     return writer
 
 
-def copy_into(folder, source) -> None:
-    """Copy all of the data folder `source` into a new one, but for the file of views, which names the folder's path."""
+def copy_into(folder, source):
+    """Copy all of the data folder `source` into a new one, but for the file of views, which names the folder's path.
+
+    Return the new one."""
     shutil.copytree(source.root, folder.root, ignore=shutil.ignore_patterns(source.warehouse.name), dirs_exist_ok=True)
+    return folder
 
 
 def compact_at(folder, *hours: float, settings: CompactionSettings = EAGER):

@@ -37,11 +37,9 @@ def hostile(name, path="", timeout_s=30.0, **settings):
 
 
 @pytest.fixture
-def notes(tmp_path):
-    folder = tmp_path / "a'; echo foo"
-    folder.mkdir()
-    yield folder
-    for pid in pids_in(folder):
+def notes(place):
+    yield place
+    for pid in pids_in(place):
         if psutil.pid_exists(pid):
             psutil.Process(pid).kill()
 

@@ -94,14 +94,12 @@ def test_a_slice_is_named_by_its_uuid(visible, expected):
     assert [gpu.uuid for gpu in discovery.usable] == expected
 
 
-def test_multi_process_service_is_recognised_by_its_living_daemon(tmp_path):
-    pipes = tmp_path / "a'; echo foo"
-    pipes.mkdir()
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes)}
+def test_multi_process_service_is_recognised_by_its_living_daemon(place):
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place)}
     assert not any(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
-    (pipes / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    (place / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     assert all(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
-    (pipes / "nvidia-cuda-mps-control.pid").write_text("999999999")  # killed: the folder is still there
+    (place / "nvidia-cuda-mps-control.pid").write_text("999999999")  # killed: the folder is still there
     assert not any(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
 
 
