@@ -136,47 +136,48 @@ def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("model", "changes", "message"),
     [
-        ("Piar", "zoo_test_own.nets has no attribute 'Piar'; near names: Pair"),
-        ("number", "zoo_test_own.nets:number gives int, not a torch.nn.Module"),
-        ("module", "zoo_test_own.nets:module is Linear, not a class or function that gives"),
-        ("OWN", "zoo_test_own.nets has no attribute 'OWN'"),
-        ("fails", "zoo_test_own.nets:fails makes no model: ValueError: no luck$"),
-        ("Reads", "zoo_test_own.nets:Reads makes no model: TypeError: .*missing 2 required"),
-        ("Pair", r"makes no model of \{\"widht\":3\}: TypeError: .*widht"),
+        ("NETS:Piar", {}, "zoo_test_own.nets has no attribute 'Piar'; near names: Pair"),
+        ("NETS:number", {}, "zoo_test_own.nets:number gives int, not a torch.nn.Module"),
+        ("NETS:module", {}, "zoo_test_own.nets:module is Linear, not a class or function that gives"),
+        ("NETS:OWN", {}, "zoo_test_own.nets has no attribute 'OWN'"),
+        ("NETS:fails", {}, "zoo_test_own.nets:fails makes no model: ValueError: no luck$"),
+        ("NETS:Reads", {}, "zoo_test_own.nets:Reads makes no model: TypeError: .*missing 2 required"),
+        ("NETS:Pair", {"arguments": {"widht": 3}}, r"makes no model of \{\"widht\":3\}: TypeError: .*widht"),
+        ("NETS:Pair", {"activation_checkpointing": True}, "zoo_test_own.nets:Pair has no activation_checkpointing"),
+        ("no_such.nets:a", {}, "cannot import no_such.nets: .*; pip install its package, or put"),
+        pytest.param(
+            "transformers:GPT2LMHeadModel",
+            {"inputs": "int64[8]<99", "arguments": {"n_layers": 2}},
+            r"GPT2Config of transformers:GPT2LMHeadModel has no n_layers; near .*n_layer",
+            marks=installed("transformers"),
+        ),
+        pytest.param(
+            "transformers:GPT2LMHead",
+            {"inputs": "int64[8]<99"},
+            "transformers has no attribute 'GPT2LMHead'; near names: GPT2LMHeadModel",
+            marks=installed("transformers"),
+        ),
     ],
 )
-def test_what_gives_no_module_is_refused_in_words(nets, name, message):
+def test_what_gives_no_module_is_refused_in_words(nets, model, changes, message):
     with pytest.raises(UsageError, match=message):
-        zoo.build(config(f"{nets}:{name}", arguments={"widht": 3} if name == "Pair" else None))
+        zoo.build(config(model.replace("NETS", nets), **changes))
 
 
 @pytest.mark.parametrize(
-    ("ask", "model", "changes", "error", "message"),
+    ("ask", "model", "error", "message"),
     [
-        (zoo.layers, "NETS:Pair", {}, UsageError, r"Pair does not run on float32\[4\]: TypeError: .*'ids'"),
-        (
-            zoo.build,
-            "no_such.nets:a",
-            {},
-            UsageError,
-            "cannot import no_such.nets: .*; pip install its package, or put",
-        ),
-        # No mistake of the config: the trial is an `oom`.
-        (zoo.build, "NETS:hungry", {}, RuntimeError, "out of memory"),
-        (
-            zoo.build,
-            "NETS:Pair",
-            {"activation_checkpointing": True},
-            UsageError,
-            "zoo_test_own.nets:Pair has no activation_checkpointing",
-        ),
+        (zoo.layers, "Pair", UsageError, r"Pair does not run on float32\[4\]: TypeError: .*'ids'"),
+        (zoo.build, "hungry", RuntimeError, "out of memory"),  # no mistake of the config: the trial is an `oom`
     ],
 )
-def test_other_refusals_and_what_is_none(nets, ask, model, changes, error, message):
+def test_a_model_that_does_not_run_on_its_inputs_is_refused_and_one_without_memory_is_not(
+    nets, ask, model, error, message
+):
     with pytest.raises(error, match=message):
-        ask(config(model.replace("NETS", nets), **changes))
+        ask(config(f"{nets}:{model}"))
 
 
 def test_a_missing_library_says_how_to_get_it(monkeypatch):
@@ -207,14 +208,6 @@ def test_transformers_are_made_of_the_fields_of_their_configurations(text, targe
     model = zoo.build(one)
     assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
-
-
-@installed("transformers")
-def test_a_mistyped_field_of_a_configuration_and_an_unknown_class_have_near_names():
-    with pytest.raises(UsageError, match=r"GPT2Config of transformers:GPT2LMHeadModel has no n_layers; near .*n_layer"):
-        zoo.build(config("transformers:GPT2LMHeadModel", "int64[8]<99", arguments={"n_layers": 2}))
-    with pytest.raises(UsageError, match="transformers has no attribute 'GPT2LMHead'; near names: GPT2LMHeadModel"):
-        zoo.build(config("transformers:GPT2LMHead", "int64[8]<99"))
 
 
 @installed("timm", "torchvision", "transformers")
