@@ -4,16 +4,20 @@ of a few MiB."""
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pkgutil
+import runpy
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
@@ -42,6 +46,24 @@ def run_command(name: str, *arguments: str) -> int:
     """
     body = BODIES.get(name) or f"{COMMANDS.get(name, name.partition(':')[0])}:entry"
     return command_line.run(name, pkgutil.resolve_name(body), arguments)
+
+
+def run_module(module: str, *arguments: str) -> tuple[Any, str, str]:
+    """Run `python -m MODULE ARGUMENTS` in this process; return its exit code, standard output and standard error."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in "12")
+    code: Any = 0
+    with (
+        mock.patch.object(sys, "argv", [module, *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of runpy, about a module that was imported before
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code
+    return code, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err))
 
 
 @contextlib.contextmanager

@@ -1,15 +1,14 @@
 """Every command line of the documents and of `--help`: all compose, and what is cheap and safe is run, small."""
 
 import os
-import runpy
 import shutil
-import sys
 
 import pytest
 
 from tests.documented_commands import JSON, ROOT, documented_commands
 from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_configs, write_batch
+from tests.surroundings import run_module
 from warehouse.files.folder import DataFolder
 
 COMMANDS = documented_commands()
@@ -89,16 +88,6 @@ def why_not_run(command):
     return next((reason for part, reason in NOT_RUN.items() if part in command.text), None)
 
 
-def call(module, arguments, monkeypatch):
-    """The exit code of `python -m MODULE ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code
-    return 0
-
-
 def fill_place(place):
     """Make all that the documents' commands read in a folder: a data folder with runs and snapshots, models, files."""
     (place / "mypackage").mkdir(parents=True)
@@ -166,8 +155,9 @@ def test_the_documents_have_commands_and_each_reason_belongs_to_one():
     [command for command in COMMANDS if why_not_run(command)],
     ids=lambda command: f"{command.source}: {command.text}",
 )
-def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, capsys):
-    assert call(command.module, composed(command), monkeypatch) == 0, capsys.readouterr().err
+def test_a_documented_command_that_is_not_run_composes(command):
+    code, _, err = run_module(command.module, *composed(command))
+    assert code == 0, err
 
 
 @pytest.mark.parametrize(
@@ -179,7 +169,8 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     ],
     ids=lambda command: f"{command.source}: {command.text}",
 )
-def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path):
+def test_a_documented_command_runs(command, here, monkeypatch, tmp_path):
     if command.module in ("farm.submit", "farm.work", "farm.grow"):
         monkeypatch.setenv("GPUFARM_DATA", str(DataFolder.resolve(tmp_path / "data").create().root))
-    assert call(command.module, small(command, tmp_path), monkeypatch) == 0, capsys.readouterr().err
+    code, _, err = run_module(command.module, *small(command, tmp_path))
+    assert code == 0, err

@@ -11,9 +11,6 @@ import itertools
 import operator
 import os
 import random
-import runpy
-import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +21,7 @@ import conf
 from conf.cli.commands import COMMANDS, settings_class
 from conf.cli.overrides import load_config, plain_values
 from conf.cli.settings import documented_keys, flat, groups_of, kinds_of
+from tests.surroundings import run_module
 
 SEED, CASES = 11, 500
 GROUPS = sorted({path.parent.name for path in Path(conf.__file__).parent.glob("*/*.yaml")})
@@ -271,7 +269,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def invoke(monkeypatch, capsys, tmp_path_factory):
+def invoke(monkeypatch, tmp_path_factory):
     """Run a command in this process, in an empty folder: (exit code, standard output, standard error)."""
     place = tmp_path_factory.mktemp("a'; echo foo") / "here"
     place.mkdir()
@@ -279,12 +277,7 @@ def invoke(monkeypatch, capsys, tmp_path_factory):
     monkeypatch.delenv("GPUFARM_DATA", raising=False)
 
     def call(name: str, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        with pytest.raises(SystemExit) as left, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of runpy, about a module that was imported before
-            runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
-        out, err = capsys.readouterr()
-        return left.value.code, out, err
+        return run_module(COMMANDS[name], *arguments)
 
     call.place = place
     return call

@@ -13,23 +13,10 @@ from featurize.families import get_family
 from tests.lasting_servers import end_of_servers as end_of_servers
 from tests.lasting_servers import lasting_servers as lasting_servers
 from tests.surroundings import await_, waiting_process
+from tests.trials import mlp, task
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
 
 CHOICE = DeviceChoice(backend="simulated", count=1)
-
-
-def task(index):
-    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
-    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return Task(
-        job_id="mlp-00000000",
-        task_index=index,
-        attempt=1,
-        config=config,
-        settings=settings,
-    )
 
 
 @pytest.fixture(scope="module", params=["inline", "ray"])
@@ -57,11 +44,12 @@ def await_completions(executor):
 def test_a_task_comes_back_once_with_its_run(executor):
     assert isinstance(executor, Executor)
     worker = await_idle(executor)
-    executor.submit(worker, task(7))
-    assert executor.running() == {worker: task(7)}
+    spec = task(mlp(), index=7)
+    executor.submit(worker, spec)
+    assert executor.running() == {worker: spec}
     assert worker not in executor.idle()
     (completion,) = await_completions(executor)
-    assert (completion.worker, completion.task, completion.lost) == (worker, task(7), None)
+    assert (completion.worker, completion.task, completion.lost) == (worker, spec, None)
     assert completion.result.run.status == "ok"
     assert completion.result.run.source == "simulated"
     assert completion.result.telemetry.num_rows == completion.result.run.telemetry_rows > 0
@@ -71,7 +59,7 @@ def test_a_task_comes_back_once_with_its_run(executor):
 
 def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
     nobodys = get_family("zoo").Config(model="no_such_module:build", inputs="float32[4]", batch_size=2)
-    spec = dataclasses.replace(task(8), config=nobodys)
+    spec = task(nobodys, index=8)
     executor.submit(await_idle(executor), spec)
     assert await_completions(executor)[0].result.run.status == "invalid"
 

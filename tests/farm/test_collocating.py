@@ -22,21 +22,17 @@ from farm.queue.queue_values import (
     text_of_task,
 )
 from farm.sampling.forecast import BEYOND_MEMORY_EVERY, Groups, PoolMember
-from featurize.families import get_family
 from tests.farm.canary_nights import SMALL_NIGHT
+from tests.trials import SHORT, mlp
 from tests.warehouse.warehouse_rows import ask, findings_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
+from workers.settings import TrialSettings
 from workers.worker import Worker
 
-SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0))
+SETTINGS = TrialSettings(window=SHORT)
 SIMULATED = DeviceChoice(backend="simulated", count=1)
-
-
-def mlp(**changes):
-    return get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, **changes)
 
 
 def pool(count=40, memory_mib=1000.0):

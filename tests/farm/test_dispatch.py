@@ -16,7 +16,7 @@ from farm.dispatch.working import reconcile, run_job
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
-from featurize.families import get_family
+from tests.trials import mlp
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA, Run
@@ -129,8 +129,7 @@ class Quiet:
 
 
 def text_of_mlp(**values):
-    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **values}
-    return canonical_json(get_family("mlp").Config(**values).to_mapping())
+    return canonical_json(mlp(**values).to_mapping())
 
 
 def submit_texts(queue, texts, job_id="mlp-00000001", family="mlp", **settings):

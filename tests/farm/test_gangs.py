@@ -11,19 +11,11 @@ from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.submission.settings import require_gpus, with_layouts
 from featurize.configs.dimensions import own_space
-from featurize.families import get_family
 from tests.surroundings import await_
+from tests.trials import mlp, task
 from workers.devices import DeviceChoice, Slot
-from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
 
 CPU, CUDA = DeviceChoice(backend="cpu"), DeviceChoice(backend="cuda")
-
-
-def task(index, parallel=None):
-    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2, parallel=parallel)
-    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
-    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
 
 
 def require_simulated(layout, refusal):
@@ -137,8 +129,8 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
     await_idle(executor, 3)
     assert died.exists(), "a worker whose process dies while it starts is asked again"
     for index, worker in enumerate(executor.idle()):
-        executor.submit(worker, task(index, "ddp=2"))
-    done, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
+        executor.submit(worker, task(mlp(parallel="ddp=2"), index=index))
+    done, workers = await_runs(executor, [task(mlp(), index=3), task(mlp(parallel="ddp=2"), index=4)], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
     assert [(len(set(gpus)), grouped) for gpus, grouped in map(done.get, range(5))] == [
         *[(2, True)] * 3,
@@ -151,8 +143,8 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
     """A trial on all GPUs ends its worker's process, and says then that a GPU is gone."""
     await_idle(executor, 1)
-    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
+    executor.submit(executor.idle()[0], replace(task(mlp(parallel="ddp=3")), attempt=0))
     lost = []
     await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")
     assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
-    await_runs(executor, [task(index) for index in range(3)], 3)
+    await_runs(executor, [task(mlp(), index=index) for index in range(3)], 3)

@@ -14,8 +14,8 @@ from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from farm.queue.queue_values import Counts, Job, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
-from featurize.families import get_family
 from tests.surroundings import execute_sql
+from tests.trials import mlp
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 
@@ -183,7 +183,7 @@ def test_leases_can_be_kept_to_one_job_or_one_device(queue):
 @pytest.mark.parametrize("broken", ["config", "settings", "device"])
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"family": 3}'])
 def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, broken, text):
-    config = text_of_task(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2))
+    config = text_of_task(mlp())
     settings = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
     texts = {"config": config, "settings": settings, "device": device_key(DeviceChoice(backend="cpu")), broken: text}
     job = a_job(settings_json=texts["settings"], device=texts["device"])

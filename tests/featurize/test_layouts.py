@@ -13,13 +13,9 @@ from featurize.configs.trial import (
     config_of_one_gpu,
     config_of_row,
 )
-from featurize.families import get_family
 from featurize.job.layout import Parallel, apt_settings, parse_parallel
 from featurize.training.sharding import wrap_for_rank
-
-
-def config(**changes):
-    return get_family("mlp").Config(**{"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes})
+from tests.trials import mlp
 
 
 @pytest.mark.usefixtures("own_groups")
@@ -45,13 +41,13 @@ def test_what_real_ranks_do_not_run_yet_is_refused(given, problem):
 
 
 def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others():
-    assert config_hash(config()) == config_hash(config(parallel="ddp=1")) == "ca8ae45a53d7e0b3"
-    assert "parallel" not in config().to_mapping()
-    assert config_hash(config(parallel="ddp=2")) != config_hash(config())
+    assert config_hash(mlp()) == config_hash(mlp(parallel="ddp=1")) == "ca8ae45a53d7e0b3"
+    assert "parallel" not in mlp().to_mapping()
+    assert config_hash(mlp(parallel="ddp=2")) != config_hash(mlp())
 
 
 def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
-    text = canonical_json(config(parallel="ddp=2").to_mapping())
+    text = canonical_json(mlp(parallel="ddp=2").to_mapping())
     assert config_of_row(text).ranks == 2
     with pytest.raises(UnreadableConfig, match=r"several GPUs \(ddp=2\)"):
         config_of_one_gpu(text)
@@ -77,7 +73,7 @@ PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 def test_the_text_of_a_layout_says_all_of_it(given):
     whole = parse_parallel(given)
     assert parse_parallel(whole.text()) == whole and hash(parse_parallel(whole.text())) == hash(whole)
-    assert config(parallel=given).layout == whole
+    assert mlp(parallel=given).layout == whole
 
 
 @pytest.mark.parametrize(
@@ -167,7 +163,7 @@ WIDE = {"ddp": 16, "gpus_per_node": 4, "gradient_as_bucket_view": True, "bucket_
 )
 def test_text_mapping_and_object_mean_the_same(given, wanted):
     assert parse_parallel(given) == wanted
-    assert config(parallel=given).layout == wanted
+    assert mlp(parallel=given).layout == wanted
 
 
 @pytest.mark.parametrize("text", [",", "[", "ddp=8,", ",[", "ddp={a:b,", "a=[b],"])

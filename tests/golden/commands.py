@@ -4,12 +4,9 @@ Start reading at `invoked`. The tables are those of the tests, which say what ea
 """
 
 import contextlib
-import io
 import os
-import runpy
 import shutil
 import sys
-import warnings
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -17,6 +14,7 @@ from unittest import mock
 from conf.cli.commands import COMMANDS
 from tests import test_documented_commands as documented_tests
 from tests.conf import test_hostile_arguments as hostile_tests
+from tests.surroundings import run_module
 from warehouse.files.folder import DataFolder
 
 HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
@@ -24,21 +22,7 @@ HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
 
 def invoked(module, arguments):
     """Run `python -m MODULE ARGUMENTS` in this process. Returns its exit code, standard output and standard error."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", "", write_through=True) for _ in "12")
-    code = 0
-    with (
-        mock.patch.object(sys, "argv", [module, *arguments]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as ended:
-            code = ended.code
-    texts = (stream.buffer.getvalue().decode("utf-8", "backslashreplace") for stream in (out, err))
-    return {"code": code, **dict(zip(("out", "err"), texts, strict=True))}
+    return dict(zip(("code", "out", "err"), run_module(module, *arguments), strict=True))
 
 
 def help_texts():

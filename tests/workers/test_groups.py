@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
 from test_hostile_trials import hostile
-from test_worker import LONG, InBackground, mlp, task
+from test_worker import LONG, InBackground
 
 from tests.surroundings import await_
+from tests.trials import mlp, task
 from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.devices.simulated import GpuLoad, speeds_of_loads

@@ -4,10 +4,10 @@ import dataclasses
 
 import psutil
 import pytest
-from test_worker import mlp
-from test_worker import task as trial
 
 from featurize.families import get_family
+from tests.trials import mlp
+from tests.trials import task as trial
 from workers.devices import DeviceChoice
 from workers.settings import WindowSettings
 from workers.worker import Worker

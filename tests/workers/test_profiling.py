@@ -7,17 +7,15 @@ import signal
 import pytest
 import torch
 
-from featurize.configs.trial import config_from_mapping
+from tests.trials import mlp
+from tests.trials import task as trial
 from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.labels.run_labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.task import Task
 from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
 from workers.trial.server_client import RunningTrial
-
-MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
 
 def call(name, ts, dur, external=0, thread=1, category="cpu_op", **args):
@@ -216,8 +214,7 @@ def either(request):
 
 
 def task(steps):
-    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05), kernels=KernelSettings(steps=steps))
-    return Task(job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings)
+    return trial(mlp(), kernels=KernelSettings(steps=steps))
 
 
 def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(either):

@@ -14,9 +14,10 @@ import psutil
 import pytest
 from hostile_models import FOR_EVER  # noqa: F401  the trials import it from this folder
 from test_hostile_trials import await_gone, ends_well, hostile
-from test_worker import LONG, SHORT, InBackground, mlp, task
+from test_worker import LONG, InBackground
 
 from tests.surroundings import await_
+from tests.trials import SHORT, mlp, task
 from workers.settings import KernelSettings
 from workers.telemetry.base import Sample, Sensor, WatchTarget
 from workers.telemetry.sampler import TelemetrySettings

@@ -9,24 +9,13 @@ import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
 from featurize.configs.trial import config_from_mapping
-from featurize.families import get_family, layers_of
+from featurize.families import layers_of
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
-from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
+from tests.trials import mlp, task
+from workers.settings import WindowSettings
 from workers.trial.body import classify, is_device_fault
 
-SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)
 LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)
-
-
-def mlp(**changes):
-    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes}
-    return get_family("mlp").Config(**values)
-
-
-def task(config, window=SHORT, index=0, **settings):
-    trial = TrialSettings(window=window, **settings)
-    return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=trial)
 
 
 class InBackground:
