@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +129,8 @@ class BlockRecord:
         self._waiting: dict[int, int] = {}  # block -> when it was freed
         self._until: dict[int, int] = {}  # block -> when it returns to the allocator
         self._batch: list[int] = []  # its storages
+        # A script's threads allocate at the same time; the end of a storage may interrupt any of these.
+        self._lock = threading.RLock()
 
     # -- the caller's notes on tensors
 
@@ -201,9 +204,10 @@ class BlockRecord:
 
     def make_host_wait(self, until: int) -> None:
         """Record that the host has waited for everything before an event, given by its number."""
-        for block in [block for block, given_back in self._waiting.items() if given_back < until]:
-            del self._waiting[block]
-            self._until[block] = len(self.events)
+        with self._lock:
+            for block in [block for block, given_back in self._waiting.items() if given_back < until]:
+                del self._waiting[block]
+                self._until[block] = len(self.events)
 
     # -- queries about blocks
 
@@ -226,12 +230,14 @@ class BlockRecord:
         keys = [tensor.untyped_storage()._cdata for tensor in meta_tensors(tensors)]
         return {self.live[key][0] for key in keys if key in self.live}
 
-    def final_blocks(self) -> tuple[Block, ...]:
-        """Return the blocks; those without a kind are classified by their lifetime."""
-        blocks = self.blocks.copy()
-        for block, until in (self._until | dict.fromkeys(self._waiting, len(self.events))).items():
+    def final(self) -> tuple[tuple[Event, ...], tuple[Block, ...]]:
+        """Return the events so far and their blocks; those without a kind are classified by their lifetime."""
+        with self._lock:
+            events, blocks = tuple(self.events), self.blocks.copy()
+            given_back = self._until | dict.fromkeys(self._waiting, len(events))
+        for block, until in given_back.items():
             blocks[block] = blocks[block]._replace(kept_until=until)
-        return self.named_by_lifetime(blocks, self.events)
+        return events, self.named_by_lifetime(blocks, events)
 
     def named_by_lifetime(self, blocks: Sequence[Block], events: Iterable[Event]) -> tuple[Block, ...]:
         """Return the blocks; those without a kind are classified by their lifetime in these events."""
@@ -320,21 +326,23 @@ class BlockRecord:
         return self._enter(Block(0 if self.nowhere else nbytes, kind, *maker, pooled, self.stream), storage)
 
     def _enter(self, block: Block, storage: int) -> int:
-        number = len(self.blocks)
-        self.blocks.append(block)
-        self.storages.append(storage)
-        self.live_bytes += block.nbytes
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        self.events.append(Event(number, block.nbytes, self.step, self.phase))
+        with self._lock:
+            number = len(self.blocks)
+            self.blocks.append(block)
+            self.storages.append(storage)
+            self.live_bytes += block.nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+            self.events.append(Event(number, block.nbytes, self.step, self.phase))
         return number
 
     def give_back(self, block: int) -> None:
         """Record that a block is freed."""
         nbytes = self.blocks[block].nbytes
-        self.live_bytes -= nbytes
-        if block in self._used:
-            self._waiting[block] = len(self.events)
-        self.events.append(Event(block, -nbytes, self.step, self.phase))
+        with self._lock:
+            self.live_bytes -= nbytes
+            if block in self._used:
+                self._waiting[block] = len(self.events)
+            self.events.append(Event(block, -nbytes, self.step, self.phase))
 
 
 class Traits:

@@ -314,8 +314,8 @@ class Tracing:
     def result(self) -> StepTrace:
         """Return the trace of the steps."""
         recorder, graphs = self._recorder, self._graphs
-        blocks = recorder.memory.final_blocks()
-        events, operators, mix = tuple(recorder.memory.events), tuple(recorder.log.operators), None
+        events, blocks = recorder.memory.final()
+        operators, mix = tuple(recorder.log.operators), None
         if self._sequence is not None:
             operators = self._sequence.operators
             steps = tuple(self._met_at[shape] for shape in self._sequence.shapes)

@@ -287,10 +287,10 @@ class ScriptRun:
         recorder.name_states()
         recorder.name_batches()
         recorder.stop()
-        blocks = tuple(recorder.memory.final_blocks())
+        events, blocks = recorder.memory.final()
         return StepTrace(
             operators=tuple(recorder.log.operators),
-            events=tuple(recorder.memory.events),
+            events=events,
             blocks=blocks,
             parameters=self._rank.parameters or recorder.parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),

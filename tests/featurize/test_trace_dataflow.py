@@ -1,10 +1,14 @@
 """Whose operators they are and what feeds them: modules, phases, sources, and how gradients are added up."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from featurize.recording.block_record import NOBODY, BlockRecord
 from featurize.recording.step_trace import BATCH
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_nets import Computes
@@ -138,3 +142,24 @@ def test_a_second_gradient_is_added_in_place_where_nothing_else_holds_the_first(
     assert [
         e.name.removeprefix("aten::") for e in profile.events() if e.name in ("aten::add", "aten::add_")
     ] == additions
+
+
+def test_threads_of_a_script_that_load_ahead_take_blocks_of_their_own():
+    record = BlockRecord()
+
+    def load(rounds):
+        for _ in range(rounds):
+            record.give_back(record.take(8, "batch", NOBODY))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            loading = [threads.submit(load, 2000) for _ in range(4)]
+            while not all(each.done() for each in loading):
+                events, blocks = record.final()
+                assert all(event.block < len(blocks) for event in events)
+    finally:
+        sys.setswitchinterval(before)
+    events, blocks = record.final()
+    assert [event.block for event in events if event.nbytes > 0] == [*range(len(blocks))]
