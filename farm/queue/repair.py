@@ -26,11 +26,9 @@ from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import Progress, compare, examine
 from warehouse.files.merged import (
-    has_own_name,
     held_ids,
     holders,
     is_merged_name,
-    is_own_merge,
     land_merged,
     listing_file,
     new_merged_name,
@@ -81,7 +79,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
         # Listings last: a damaged listing moves aside together with a damaged merged file.
         for file in sorted(examined.damaged, key=lambda file: file.path.is_relative_to(folder.root / "compactions")):
             _repair_file(folder, file, damaged, report)
-        for _, listing in examined.lost:
+        for listing in examined.lost:
             _move_aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
         for kind in KINDS:
             settled = CompactionReport()
@@ -107,12 +105,11 @@ def _repair_file(folder: DataFolder, file: DamagedFile, damaged: Collection[Path
 
 
 def _repair_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    line = f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file"
-    listings = read_listings(folder, kind, lambda damaged: None)
-    if any(listing.is_whole and listing.file == file.path for listing in listings):
-        return  # it hides too much, which `settle_listings` repairs
-    if not (has_own_name(file.path) and _recover(folder, kind, file.path, line, report)):
+    listings = {listing.file: listing for listing in read_listings(folder, kind, lambda damaged: None)}
+    if file.path not in listings:
         _move_aside(folder, file.path, file.reason, report)
+    elif not listings[file.path].is_whole:  # `settle_listings` rewrites it, and one that hides too much
+        report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
 def _repair_merged(
@@ -121,25 +118,18 @@ def _repair_merged(
     path = listing_file(folder, kind, file.path.name)
     if not path.exists():
         with contextlib.suppress(OSError):  # not a plain file, or unreadable
-            line = f"{file.path}: {file.reason}; it is listed again"
-            if is_own_merge(file.path) and _recover(folder, kind, path, line, report):
-                return  # an intact merged file whose rows are nowhere else: its listing was lost
+            recovered = recover_listing(path, file.path)
+            if recovered is not None:  # an intact merged file whose rows are nowhere else: its listing was lost
+                write_anew(folder, dataclasses.replace(recovered, published_at_s=time.time()))
+                report.mended.append(f"{file.path}: {file.reason}; it is listed again")
+                return
     # Its listing first: the files that it replaced then count again, if they still exist. While an intact file holds
     # them, the listing stays.
     listings = read_listings(folder, kind, lambda damaged: None)
     own = [listing for listing in listings if listing.file == path]
-    if not any(holder_of(folder.root / kind, listing, listings, damaged.__contains__) for listing in own):
+    if not any(holder_of(listing, listings, damaged.__contains__) for listing in own):
         _move_aside(folder, path, f"its merged file is damaged: {file.reason}", report)
     _move_aside(folder, file.path, file.reason, report)
-
-
-def _recover(folder: DataFolder, kind: str, path: Path, line: str, report: RepairReport) -> bool:
-    """Write a listing from its merged file, and report `line`; return whether that was possible."""
-    recovered = recover_listing(folder, kind, path)
-    if recovered is not None:
-        write_anew(folder, dataclasses.replace(recovered, published_at_s=time.time()))
-        report.mended.append(line)
-    return recovered is not None
 
 
 def _move_aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:

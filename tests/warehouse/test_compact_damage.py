@@ -7,12 +7,12 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, compact_at, fill, flip, only_merged, run_row
+from warehouse_rows import ask, ask_plainly, compact_at, fill, flip, only_merged, run_row
 
 from conf.errors import EnvironmentProblem
 from tests.surroundings import run_command
 from warehouse.files.compaction import compact
-from warehouse.files.counting import counting_files, lost_merged_files
+from warehouse.files.counting import counting_files, read_catalogue
 from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
@@ -89,7 +89,7 @@ def test_a_merged_file_that_is_gone_is_named_its_listing_stays_and_no_snapshot_i
     path.unlink()
     report = compact_at(folder, 4)
     assert [line for line in report.problems if str(path) in line and "4 rows are missing" in line] == report.problems
-    (lost,) = lost_merged_files(folder, "runs")
+    (lost,) = read_catalogue(folder, "runs").gone
     assert lost.file.exists()
     with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 4 rows are missing"):
         take_snapshot(folder)
@@ -132,15 +132,22 @@ def test_a_planted_merged_file_neither_hides_nor_deletes_runs(folder, name, seal
     assert path.exists()
 
 
-def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
+@pytest.mark.usefixtures("views_file")
+def test_a_planted_listing_hides_runs_until_the_next_compaction_and_deletes_none(folder):
     fill(folder, range(3))
+    fill(folder, [9], family="mlp")
     path = planted_merge(folder, [0], ids(range(3)))
-    hidden = (*(f"family=cnn/{run_id}.parquet" for run_id in ids(range(3))), "family=../../x", "family=cnn/../../x")
-    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", hidden, 0.0).write()
-    assert any("hides 4 files" in line for line in compact_at(folder, 0).problems)
-    assert run_ids(folder) == ids(range(3))
+    elsewhere = ("family=mlp/J-000009.parquet", "family=../../x", "family=cnn/../family=mlp/J-000009.parquet")
+    hidden = (*(f"family=cnn/{run_id}.parquet" for run_id in ids(range(3))), *elsewhere)
+    listing = Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", hidden, 0.0)
+    listing.write()
+    assert run_ids(folder) == ids([0, 9])
+    assert any("hides 2 files" in line for line in compact_at(folder, 0).problems)
+    assert not set(elsewhere) & set(Listing.read(listing.file).hidden)
+    plainly = [run_id for (run_id,) in ask_plainly(folder, "SELECT run_id FROM runs ORDER BY 1")]
+    assert run_ids(folder) == plainly == ids([0, 1, 2, 9])
     compact_at(folder, 30, 60)
-    assert run_ids(folder) == ids(range(3))
+    assert run_ids(folder) == ids([0, 1, 2, 9])
 
 
 def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):

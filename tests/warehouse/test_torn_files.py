@@ -190,27 +190,17 @@ def test_a_listing_that_a_kill_left_behind_is_no_error(ten_merged):
     assert ask(ten_merged, "SELECT count(*) FROM runs") == [(20,)]
 
 
-@each_kind
-def test_a_planted_listing_hides_no_run(ten_runs, kind, capsys):
-    names = ("merged-evil.parquet", "merged-20250101T000000-0123456789ab.parquet")
-    hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
-    table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
-    for name in names:
-        plant(ten_runs, kind, name, hidden, table)
+def test_a_listing_of_another_name_or_that_names_a_file_elsewhere_is_ignored(ten_runs, capsys):
+    first, second, third = (new_merged_name() for _ in range(3))
+    hidden = "family=cnn/J-000001.parquet"
+    for name, merged in ((first, "../../x.parquet"), (second, f"family=cnn/{new_merged_name()}")):
+        Listing(listing_file(ten_runs, "runs", name), merged, (hidden,), 1.0).write()
+    plant(ten_runs, "runs", "merged-evil.parquet", [hidden], pa.table({"run_id": ["planted"], "status": ["ok"]}))
+    plant(ten_runs, "runs", third, ["family=mlp/J-000001.parquet", f"family=cnn/../{hidden}"])
     assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
-    assert all(str(listing_file(ten_runs, kind, name)) in err for name in names) and "Traceback" not in err
-
-
-def test_a_listing_that_names_a_file_elsewhere_is_ignored(ten_runs):
-    first, second, third = (new_merged_name() for _ in range(3))
-    for name, merged, hidden in (
-        (first, "../../x.parquet", "family=cnn/J-000001.parquet"),
-        (second, f"family=cnn/{new_merged_name()}", "family=cnn/J-000001.parquet"),
-        (third, f"family=cnn/{third}", "family=mlp/J-000001.parquet"),
-    ):
-        Listing(listing_file(ten_runs, "runs", name), merged, (hidden,), 1.0).write()
-    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    ignored = (first, second, "merged-evil.parquet")
+    assert all(str(listing_file(ten_runs, "runs", name)) in err for name in ignored) and "Traceback" not in err
 
 
 def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(ten_merged, connection):

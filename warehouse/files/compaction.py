@@ -46,10 +46,11 @@ from warehouse.files.counting import (
     REDUNDANT,
     Unreadable,
     counting_files,
-    counting_merged_names,
+    intact_merged_names,
+    read_catalogue,
     run_ids_of,
     settle_listings,
-    unlisted_problem,
+    unlisted_files,
 )
 from warehouse.files.damage import DamagedFile
 from warehouse.files.folder import DataFolder, checksum_problem, content_problem
@@ -59,11 +60,10 @@ from warehouse.files.merged import (
     land_merged,
     listing_file,
     new_merged_name,
-    read_listings,
 )
 from warehouse.files.plain_file import NoPlainFile, is_passing, is_shared_by_any, names_in, open_binary, open_lock
 from warehouse.tables.duckdb_access import scratch_cursor
-from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
+from warehouse.tables.schema import KINDS, OF_RUNS, TABLES
 
 SORT_KEYS = {
     "runs": ["run_id"],
@@ -239,13 +239,13 @@ def _merge_groups(
     folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
-    counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
+    counting = counting_files(folder, kind, family, read_catalogue(folder, kind, family=family))
     run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
-    merged_already = held_ids(folder.partition(kind, family), counting_merged_names(folder, kind, family), run_ids)
+    merged_already = held_ids(folder.partition(kind, family), intact_merged_names(folder, kind, family), run_ids)
     merged_ids: set[str] = set()
     landed: set[str] = set()
     if kind in OF_RUNS:  # read after the files above, so none is missed
-        counting_runs = counting_merged_names(folder, "runs", family)
+        counting_runs = intact_merged_names(folder, "runs", family)
         landed = held_ids(folder.partition("runs", family), counting_runs, run_ids)
         landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
     for path in counting:
@@ -377,11 +377,10 @@ def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
 
     It is deleted if a merge wrote it and intact files that count hold its runs. Otherwise it stays and is reported.
     """
-    for path in work.folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
-        problem = unlisted_problem(work.folder, kind, family, path, work.settings.grace_s, work.now_s)
-        if problem:
+    for path, problem in unlisted_files(work.folder, kind, family, work.settings.grace_s, work.now_s):
+        if problem != REDUNDANT:
             work.report.left_alone(path, problem)
-        elif problem == REDUNDANT and not is_open_somewhere(work.folder):
+        elif not is_open_somewhere(work.folder):
             path.unlink()
 
 

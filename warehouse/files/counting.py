@@ -1,22 +1,21 @@
-"""Finds the data folder's files whose rows count: merged files with a listing, and files that no listing hides.
+"""Finds the data folder's files whose rows count, by one rule, which the SQL views follow too.
 
-Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
-out. Both cost a listing of the folders; content is read in doubtful cases only.
+An intact listing is believed. A file counts if it is a listed merged file or no merged one, and if no listing hides it.
+A listing hides nothing while neither its merged file nor one that replaced that is there and intact.
 
-`judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
-names the merged file with the listing's own name. That file holds every run of the existing files that the listing
-hides.
+Start reading at `read_catalogue` and `counting_files`; `counting_plan` is for queries, which also show each run once
+and leave damaged files out. They cost a listing of the folders, and footers of merged files.
 
 Deletion and repair need proof: `unproven_sources` reads checksums and content of the files that a listing hides, and
-`settle_listings` repairs invalid listings. Compaction, snapshots, `warehouse.check` and `farm.doctor` use them.
+`settle_listings` repairs the listings that hide too much. Compaction, snapshots, `warehouse.check` and `farm.doctor`
+use them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,14 +39,13 @@ from warehouse.files.merged import (
     holders,
     id_ranges,
     is_merged_name,
-    is_own_merge,
-    listed_names,
     listing_file,
     read_listings,
+    recover_listing,
     sources_of,
 )
 from warehouse.files.plain_file import file_key, is_out_of_descriptors, names_in, plain, remember, remember_by
-from warehouse.tables.schema import KINDS, OF_RUNS
+from warehouse.tables.schema import MERGED_PREFIX, OF_RUNS
 
 if TYPE_CHECKING:
     from warehouse.files.compaction import CompactionReport
@@ -55,97 +53,51 @@ if TYPE_CHECKING:
 REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
-_PASSES = 20  # over the folder, while compaction deletes files that the last pass found
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """State of a folder's files according to its listings; each file is named `family=F/NAME`."""
+class Catalogue:
+    """Which files of one of `KINDS` count; each is named `family=F/NAME`."""
 
-    listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
+    listed: frozenset[str]  # merged files that are there, which count unless another listing hides them
     hidden: frozenset[str]  # files that do not count, because a merged file replaces them
+    gone: tuple[Listing, ...] = ()  # of merged files that are missing and that no other one replaced
     lost: tuple[str, ...] = ()  # a line for each unreadable listing: rows may be missing or duplicated
 
     @classmethod
-    def of(cls, listings: Sequence[Listing], hiding: Sequence[Listing] | None = None) -> Judgement:
-        """Return the judgement with every listing valid; those of `hiding`, by default all, hide files."""
-        names = (listing.hidden for listing in (listings if hiding is None else hiding))
-        return cls({listing.merged: listing for listing in listings}, frozenset().union(*names))
+    def of(cls, listings: Iterable[Listing], hiding: Iterable[Listing]) -> Catalogue:
+        """Return the catalogue of the listings' merged files that are there; only listings of `hiding` hide files."""
+        listed = frozenset(listing.merged for listing in listings if os.path.lexists(listing.path))
+        return cls(listed, frozenset().union(*(listing.hidden for listing in hiding)))
+
+    def merged_names(self, partition: Path) -> list[str]:
+        """Return the names of a partition's merged files that count, sorted."""
+        counting = self.listed - self.hidden
+        return sorted(os.path.basename(name) for name in counting if os.path.dirname(name) == partition.name)
+
+    def unmerged_names(self, partition: Path) -> list[str]:
+        """Return the names of a partition's other files that count, sorted."""
+        prefix = f"{partition.name}/"
+        return [
+            name
+            for name in names_in(partition)
+            if name.endswith(".parquet") and not is_merged_name(name) and prefix + name not in self.hidden
+        ]
+
+    def refuse_losses(self) -> None:
+        """Raise `EnvironmentProblem` that names each lost merged file or listing: without it, counts are too low."""
+        lines = [*map(lost_line, self.gone), *self.lost]
+        if lines:
+            raise EnvironmentProblem("; ".join(lines))
 
 
-def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
-    """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
-
-    A damaged merged file that no other replaced hides nothing: the files that it replaces may still exist. `left_out`
-    returns whether a file is damaged; by default only footers are read.
-    """
-    believed, lost = _find_valid(folder, kind)
-    root = folder.root / kind
-    is_left_out = _is_damaged if left_out is None else left_out
-    hiding = [listing for listing in believed if listing.hidden and holder_of(root, listing, believed, is_left_out)]
-    judgement = Judgement.of(believed, hiding)
-    return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
-
-
-def counting_merged_names(folder: DataFolder, kind: str, family: str) -> frozenset[str]:
-    """Return the names of a partition's merged files that count: listed, not hidden, existing and intact.
-
-    Raises `OSError` if one, or its listing, has a lasting error of the disk or the machine: a writer or a merge would
-    otherwise take it for missing. Any other error is damage.
-    """
-    root = folder.root / kind
-    listings = [listing for listing in _find_valid(folder, kind, family)[0] if (root / listing.merged).exists()]
-    intact = Judgement.of([listing for listing in listings if _merged_damage(root / listing.merged) is None])
-    return frozenset(map(os.path.basename, intact.listed.keys() - intact.hidden))
-
-
-def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
-    """Return the merged file that counts and holds a run, or None. Damaged files hold no runs.
-
-    Raises `OSError` if a file cannot be read now: it may hold the run.
-    """
-    partition = folder.partition("runs", family)
-    while True:
-        listings = listed_names(folder, "runs")  # few, while the partition may hold 100,000 small files
-        holding = [name for name in listings if held_ids(partition, [name], [run_id])]
-        if not holding:
-            return None
-        counting = counting_merged_names(folder, "runs", family)
-        for name in holding:
-            if name in counting:
-                return partition / name
-        if listings == listed_names(folder, "runs"):
-            return None
-        # A compaction has merged the file again: the next look finds the new one.
-
-
-def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
-    """Return the listings whose merged file is gone and not replaced by another listing: its rows are lost.
-
-    Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
-    """
-    lost = {listing.merged for listing in _listed_and_gone(folder, kind)}
-    # Look again: a compaction may have run between reading listings and files.
-    return [listing for listing in _listed_and_gone(folder, kind) if listing.merged in lost] if lost else []
-
-
-def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
+def lost_line(listing: Listing) -> str:
     """Describe a merged file that is gone."""
     rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
     return (
-        f"{folder.root / kind / listing.merged} is gone, though {listing.file} lists it: {rows} missing; "
+        f"{listing.path} is gone, though {listing.file} lists it: {rows} missing; "
         f"put the file back, or run `python -m farm.doctor repair=true` to measure its runs again"
     )
-
-
-def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
-    """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
-    lines: list[str] = []
-    for kind in kinds:
-        lines += [lost_line(folder, kind, listing) for listing in lost_merged_files(folder, kind)]
-        lines += judge(folder, kind).lost
-    if lines:
-        raise EnvironmentProblem("; ".join(lines))
 
 
 def is_damaged_merged(path: Path) -> bool:
@@ -154,10 +106,6 @@ def is_damaged_merged(path: Path) -> bool:
     if reason is not None:
         damage.report([DamagedFile(path, reason)])
     return reason is not None
-
-
-def _is_damaged(path: Path) -> bool:
-    return damage.damage_now(lambda: _merged_damage(path)) is not None
 
 
 def _merged_damage(path: Path) -> str | None:
@@ -171,59 +119,60 @@ def _merged_damage(path: Path) -> str | None:
         return None
 
 
-def _find_valid(folder: DataFolder, kind: str, family: str | None = None) -> tuple[list[Listing], list[DamagedListing]]:
-    """Return the valid listings, of `family` or of all, and damaged ones that their merged file cannot recover.
+def read_catalogue(
+    folder: DataFolder,
+    kind: str,
+    is_left_out: Callable[[Path], bool] = is_damaged_merged,
+    family: str | None = None,
+) -> Catalogue:
+    """Return which files count now. Looks again while merged files seem lost: a compaction may have replaced them.
 
-    Listings are read once while unchanged. The files that they hide are judged each time, as files come and go. Raises
-    `OSError` if a listing and its merged file cannot be read now.
+    Args:
+        folder: the data folder.
+        kind: one of `KINDS`.
+        is_left_out: whether a merged file is damaged; by default only footers are read.
+        family: the only family that matters to the caller; by default all.
+
+    Raises `OSError` if a listing, and the merged file that it names, cannot be read now.
     """
-    lost: list[DamagedListing] = []
-    partition = None if family is None else folder.partition(kind, family)
-
-    def on_damage(damaged: DamagedListing) -> None:
-        if damaged.error is not None and (partition is None or os.path.lexists(partition / damaged.path.name)):
-            raise damaged.error
-        if damaged.merged is not None:
-            lost.append(damaged)
-        else:
-            warn_once(damaged.path, damaged.line())
-
-    listings = read_listings(folder, kind, on_damage)
-    asked = [listing for listing in listings if partition is None or os.path.dirname(listing.merged) == partition.name]
-    return [listing for listing in asked if _is_sound(folder, kind, listing, asked)], lost
+    gone: tuple[Listing, ...] = ()
+    while True:
+        catalogue = _look(folder, kind, is_left_out, family)
+        if catalogue.gone == gone:
+            return catalogue
+        gone = catalogue.gone
 
 
-def holder_of(
-    root: Path, listing: Listing, listings: Sequence[Listing], is_left_out: Callable[[Path], bool]
-) -> Path | None:
+def _look(folder: DataFolder, kind: str, is_left_out: Callable[[Path], bool], family: str | None) -> Catalogue:
+    damaged: list[DamagedListing] = []
+    listings = read_listings(folder, kind, damaged.append)
+    hiding = [listing for listing in listings if listing.hidden and holder_of(listing, listings, is_left_out)]
+    catalogue = Catalogue.of(listings, hiding)
+    gone = [listing for listing in listings if listing.merged not in catalogue.listed]
+    if gone:
+        # Older versions removed the listing last, but the merged file itself names its sources.
+        replaced = catalogue.hidden.union(*(_known_sources(listing.path) for listing in listings))
+        gone = [listing for listing in gone if listing.merged not in replaced]
+    lost = []
+    for file in damaged:
+        is_asked = family is None or os.path.lexists(folder.partition(kind, family) / file.path.name)
+        if file.error is not None and is_asked:
+            raise file.error
+        if file.merged is None:
+            warn_once(file.path, file.line())
+        elif f"{file.merged.parent.name}/{file.merged.name}" not in catalogue.hidden:
+            lost.append(
+                f"{file.path} is damaged ({file.reason}) and cannot be recovered from {file.merged}, whose rows may "
+                "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the "
+                "runs again"
+            )
+    return dataclasses.replace(catalogue, gone=tuple(gone), lost=tuple(lost))
+
+
+def holder_of(listing: Listing, listings: Sequence[Listing], is_left_out: Callable[[Path], bool]) -> Path | None:
     """Return the merged file that holds the rows that a listing hides; None if all of these are gone or left out."""
-    files = (root / holder.merged for holder in holders(listing, listings))
+    files = (holder.path for holder in holders(listing, listings))
     return next((path for path in files if os.path.lexists(path) and not is_left_out(path)), None)
-
-
-def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
-    """Return a line for each lost listing whose merged file no other listing replaces."""
-    return tuple(
-        f"{damaged.path} is damaged ({damaged.reason}) and cannot be recovered from {damaged.merged}, whose rows may "
-        "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
-        for damaged in lost
-        if damaged.merged is not None and f"{damaged.merged.parent.name}/{damaged.merged.name}" not in judgement.hidden
-    )
-
-
-def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
-    root = folder.root / kind
-    listings = read_listings(folder, kind, lambda damaged: None)
-    if all(os.path.lexists(root / listing.merged) for listing in listings):  # without reading the files
-        return []
-    judgement = judge(folder, kind)
-    believed = judgement.listed.values()
-    gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
-    if not gone:
-        return []
-    # Older versions removed the listing last, but the merged file itself names its sources.
-    replaced = judgement.hidden.union(*(_known_sources(root / listing.merged) for listing in believed))
-    return [listing for listing in gone if listing.merged not in replaced]
 
 
 def _known_sources(merged: Path) -> tuple[str, ...]:
@@ -234,66 +183,40 @@ def _known_sources(merged: Path) -> tuple[str, ...]:
         return ()
 
 
-def _is_sound(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> bool:
-    not_held = _hidden_and_not_held(folder.root / kind, listing, listings) if listing.hidden else ()
-    if not_held:
-        others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
-        warn_once(
-            listing.file,
-            f"{listing.file}: ignoring this listing: it hides {not_held[0]!r}{others}, whose runs its merged file does "
-            "not hold",
-        )
-    return not not_held
+def counting_files(folder: DataFolder, kind: str, family: str, catalogue: Catalogue | None = None) -> list[Path]:
+    """Return the files of a partition whose rows count, damaged or not; by default, those that count now."""
+    # Listings before files, as in queries: a merged file exists before its listing.
+    catalogue = catalogue or read_catalogue(folder, kind)
+    partition = folder.partition(kind, family)
+    names = (*catalogue.unmerged_names(partition), *catalogue.merged_names(partition))
+    return [partition / name for name in names]
 
 
-def _hidden_and_not_held(root: Path, listing: Listing, listings: Sequence[Listing]) -> Sequence[str]:
-    """Return the existing files that a listing hides although they have a run that the merged file lacks."""
-    foreign = remember_by(("foreign", listing.merged, listing.hidden), lambda: _foreign(listing))
-    merged = holder_of(root, listing, listings, _is_damaged)
-    if foreign or merged is None:  # without one it hides nothing, and is reported where it would count
-        return foreign
-    try:
-        key = file_key(merged)
-        doubtful = remember_by(("doubtful", key, listing.hidden), lambda: _doubtful(merged, listing))
-    except _UNREADABLE:  # torn or gone, which is reported elsewhere
-        return ()
-    return [name for name in doubtful if not _is_held(root / name, merged, key)]
+def intact_merged_names(folder: DataFolder, kind: str, family: str) -> list[str]:
+    """Return the names of a partition's merged files that count and whose footers are intact.
+
+    Raises `OSError` if one, or its listing, has a lasting error of the disk or the machine: a writer or a merge would
+    otherwise take it for missing. Any other error is damage.
+    """
+    partition = folder.partition(kind, family)
+    names = read_catalogue(folder, kind, family=family).merged_names(partition)
+    return [name for name in names if _merged_damage(partition / name) is None]
 
 
-def _foreign(listing: Listing) -> tuple[str, ...]:
-    """Return the hidden names that are not files directly in the merged file's partition."""
-    prefix = f"{os.path.dirname(listing.merged)}/"
-    return tuple(
-        name
-        for name in listing.hidden
-        if not name.startswith(prefix) or not name.endswith(".parquet") or "/" in name.removeprefix(prefix)
-    )
+def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
+    """Return the merged file that counts and holds a run, or None. Damaged files hold no runs.
 
-
-def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
-    """Return the hidden names whose content must be read to decide whether the merged file holds their run."""
-    held = _ids(merged)
-    return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
-
-
-def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
-    """Return whether a merged file holds all runs of a file; True if the file is torn or gone."""
-
-    def compare() -> bool:
-        ids = _ids(path)  # empty without rows
-        if None in ids:  # which `held_ids` leaves out
-            return ids <= _ids(merged)
-        return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
-
-    try:
-        return remember_by(("held", merged_key, file_key(path)), compare)
-    except _UNREADABLE:
-        return True
-
-
-def _ids(path: Path) -> frozenset[str]:
-    file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-    return frozenset(file.read(columns=["run_id"]).column("run_id").unique().to_pylist())
+    Raises `OSError` if a file cannot be read now: it may hold the run.
+    """
+    partition = folder.partition("runs", family)
+    # Names first: most runs are in none of these files, and reading all their listings takes longer.
+    names = names_in(folder.listings("runs"))
+    if SNAPSHOT_LISTING not in names and not held_ids(partition, names, [run_id]):
+        return None
+    for name in intact_merged_names(folder, "runs", family):
+        if held_ids(partition, [name], [run_id]):
+            return partition / name
+    return None
 
 
 def counting_plan(
@@ -302,71 +225,26 @@ def counting_plan(
     """Yield (family=F/NAME, runs that another file holds) for each file of one of `KINDS` that counts now.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
-    `EnvironmentProblem`, since its rows are lost. A listing that no compaction can have written hides nothing.
+    `EnvironmentProblem`, since its rows are lost.
     """
 
     def is_left_out(path: Path) -> bool:
         return left_out(path) or is_damaged_merged(path)
 
-    for _ in range(_PASSES):
-        # Listings before files: a merged file exists before its listing.
-        judgement = judge(folder, kind, is_left_out)
-        if judgement.lost:
-            raise EnvironmentProblem("; ".join(judgement.lost))
-        on_disk = _names_on_disk(folder.root / kind)
-        if all(name in judgement.hidden or os.path.lexists(folder.root / kind / name) for name in judgement.listed):
-            break
-    else:
-        refuse_lost(folder, [kind])
-    for partition, names in on_disk.items():
-        yield from _partition_plan(folder.root / kind / partition, names, judgement, is_left_out)
-
-
-def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
-    """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
-
-    Args:
-        folder: the data folder.
-        kind: `runs` or `telemetry`.
-        family: the family of the partition.
-        listings: used without validation; by default the valid ones.
-    """
-    # Listings before files, as in queries: a merged file exists before its listing.
-    judgement = judge(folder, kind) if listings is None else Judgement.of(listings)
-    partition = folder.partition(kind, family)
-    return [partition / name for name in _counting_names(partition.name, _parquet_names(partition), judgement)]
-
-
-def _parquet_names(partition: Path) -> list[str]:
-    """Return the sorted names of a partition's Parquet files; sorting 100,000 paths instead would take seconds."""
-    return [name for name in names_in(partition) if name.endswith(".parquet")]
-
-
-def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) -> list[str]:
-    """Return the partition's files that count: listed merged files, and others that no listing hides."""
-    prefix, hidden, listed = f"{partition}/", judgement.hidden, judgement.listed
-    return [
-        name for name in names if prefix + name not in hidden and (not is_merged_name(name) or prefix + name in listed)
-    ]
-
-
-def _names_on_disk(root: Path) -> dict[str, list[str]]:
-    """Return the sorted names of the Parquet files of each partition."""
-    return {
-        partition: _parquet_names(root / partition)
-        for partition in names_in(root)
-        if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY)
-    }
+    catalogue = read_catalogue(folder, kind, is_left_out)
+    catalogue.refuse_losses()
+    root = folder.root / kind
+    places = [root / name for name in names_in(root) if name.startswith(PARTITION) and not name.startswith(_NO_FAMILY)]
+    unmerged = [catalogue.unmerged_names(partition) for partition in places]
+    for partition, names in zip(places, unmerged, strict=True):
+        yield from _partition_plan(partition, names, catalogue.merged_names(partition), is_left_out)
 
 
 def _partition_plan(
-    partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
+    partition: Path, unmerged: Sequence[str], merged: Sequence[str], left_out: Callable[[Path], bool]
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    unmerged: list[str] = []
-    merged: list[str] = []
-    for name in _counting_names(partition.name, names, judgement):
-        if not left_out(partition / name):
-            (merged if is_merged_name(name) else unmerged).append(name)
+    unmerged = [name for name in unmerged if not left_out(partition / name)]
+    merged = [name for name in merged if not left_out(partition / name)]
     if merged:  # if a run has a file and is in a merged file, the merged row is older
         held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
@@ -407,7 +285,8 @@ def run_ids_of(path: Path) -> set[str]:
         problem = checksum_problem(path)
         if problem is not None:
             raise Unreadable(problem)
-        return set(_ids(path))
+        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
+        return set(file.read(columns=["run_id"]).column("run_id").unique().to_pylist())
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
@@ -419,13 +298,13 @@ def run_ids_of(path: Path) -> set[str]:
 def _unheld_ids(
     folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing]
 ) -> set[str]:
-    """Return those of `ids` that no intact file of the partition holds, among files that count.
+    """Return those of `ids` that no intact file of the partition holds, among files that no listing at all hides.
 
     Of samples, kernels and other rows of runs, only those of landed runs are reported: others belong to no visible run.
     """
     unheld = set(ids)
     merged: list[Path] = []
-    for path in counting_files(folder, kind, family, listings):
+    for path in counting_files(folder, kind, family, Catalogue.of(listings, listings)):
         if is_merged_name(path.name):
             merged.append(path)
         elif path.stem in unheld and checksum_problem(path) is None:
@@ -456,21 +335,18 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
     `FileNotFoundError` for a missing one.
     """
-    root = folder.root / kind
-    path, held = _proof(root, listing, listings)
-    family = path.parent.name.removeprefix("family=")
-    partition = path.parent.name + "/"
-    existing = {f"{partition}{name}" for name in os.listdir(path.parent)}
-    unproven = Unproven(dict.fromkeys(_foreign(listing), "it is of another family"))
+    holder, held = _proof(listing, listings)
+    family = holder.parent.name.removeprefix(PARTITION)
+    unproven = Unproven()
     for name in listing.hidden:
-        if name not in existing or Path(name).stem in held:
+        if Path(name).stem in held:
             continue
         try:
-            missing = run_ids_of(root / name) - held
+            missing = run_ids_of(folder.root / kind / name) - held
         except FileNotFoundError:
             continue
         except Unreadable as error:
-            if name not in _known_sources(path):  # else it was intact when it was merged
+            if name not in _known_sources(holder):  # else it was intact when it was merged
                 unproven.unreadable[name] = str(error)
             continue
         if missing:
@@ -480,12 +356,12 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     return unproven
 
 
-def _proof(root: Path, listing: Listing, listings: Sequence[Listing]) -> tuple[Path, set[str]]:
+def _proof(listing: Listing, listings: Sequence[Listing]) -> tuple[Path, set[str]]:
     """Return an intact merged file that holds what a listing hides, and its runs. Raises as `run_ids_of`."""
     errors: list[Exception] = []
     for holder in holders(listing, listings):
         try:
-            return root / holder.merged, run_ids_of(root / holder.merged)
+            return holder.path, run_ids_of(holder.path)
         except (Unreadable, FileNotFoundError) as error:
             errors.append(error)
     raise errors[0]
@@ -508,16 +384,15 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
     if snapshot not in report.left:
         snapshot.unlink(missing_ok=True)
     for listing in listings:
-        merged = folder.root / kind / listing.merged
-        if not os.path.lexists(merged) and listing.merged not in hidden:
+        if not os.path.lexists(listing.path) and listing.merged not in hidden:
             if listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
                 aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
                 report.problems.append(
                     f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
                     f"files that it replaced count again; moved to {aside}"
                 )
-            elif listing in lost_merged_files(folder, kind):
-                report.problems.append(lost_line(folder, kind, listing))
+            elif listing in read_catalogue(folder, kind).gone:
+                report.problems.append(lost_line(listing))
             else:
                 listing.file.unlink(missing_ok=True)
             continue
@@ -527,7 +402,7 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
         try:
             unproven = unproven_sources(folder, kind, listing, listings)
         except (Unreadable, FileNotFoundError) as error:
-            report.left_alone(merged, f"{error}; the files that it replaced stay")
+            report.left_alone(listing.path, f"{error}; the files that it replaced stay")
             continue
         for name, why in unproven.unreadable.items():
             report.left_alone(folder.root / kind / name, why)
@@ -551,24 +426,31 @@ def write_anew(folder: DataFolder, listing: Listing) -> None:
     listing.write()
 
 
-def unlisted_problem(
-    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
-) -> str | None:
-    """Return the problem of a merged file without listing: `REDUNDANT` if it may be deleted, None if there is none.
+def unlisted_files(
+    folder: DataFolder, kind: str, family: str, young_s: float, now_s: float
+) -> Iterator[tuple[Path, str]]:
+    """Yield each merged file without listing and its problem, which is `REDUNDANT` if it may be deleted.
 
-    A listed file has no problem. Neither has one younger than `young_s`, which may be landing now.
+    A file younger than `young_s` has no problem yet, as it may be landing now.
     """
-    listing = listing_file(folder, kind, path.name)
-    if has_own_name(path) and (listing.exists() or path.name in listed_names(folder, kind)):
-        return None
-    try:
-        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
-            return None
-        if not is_own_merge(path):
-            return "no compaction wrote it, and no listing names it"
-        missing = _unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
-    except FileNotFoundError:
-        return None
-    except (Unreadable, OSError) as error:
-        return f"no listing names it, and it cannot be read: {error}"
-    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT
+    # Files before listings: the listing of a file that lands in between is found.
+    paths = list(folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"))
+    listings = read_listings(folder, kind, lambda damaged: None)
+    listed = {listing.path for listing in listings}
+    for path in paths:
+        listing = listing_file(folder, kind, path.name)
+        if path in listed or (has_own_name(path) and listing.exists()):
+            continue
+        try:
+            if now_s - path.stat().st_mtime <= young_s:
+                continue
+            if recover_listing(listing, path) is None:
+                yield path, "no compaction wrote it, and no listing names it"
+                continue
+            missing = _unheld_ids(folder, kind, family, run_ids_of(path), listings)
+            lacking = f"no listing names it, and {len(missing):,} of its runs are in no other file"
+            yield path, lacking if missing else REDUNDANT
+        except FileNotFoundError:
+            continue
+        except (Unreadable, OSError) as error:
+            yield path, f"no listing names it, and it cannot be read: {error}"

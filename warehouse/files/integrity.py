@@ -13,6 +13,7 @@ import os
 import re
 import sqlite3
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,11 +31,12 @@ from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line, print_lines
 from warehouse.files.counting import (
+    REDUNDANT,
     Unreadable,
     counting_files,
     lost_line,
-    lost_merged_files,
-    unlisted_problem,
+    read_catalogue,
+    unlisted_files,
     unproven_sources,
 )
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
@@ -93,7 +95,7 @@ class IntegrityReport:
     files: int = 0
     without_checksum: int = 0  # files of older versions, which are read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
-    lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
+    lost: list[Listing] = field(default_factory=list)  # of merged files that are gone
     presence: Presence = field(default_factory=Presence)
 
     @property
@@ -104,7 +106,7 @@ class IntegrityReport:
     def lines(self, root: Path) -> list[str]:
         """Return a line for each damaged or missing file, then the counts."""
         lines = [f"damaged: {file.path}: {file.reason}" for file in self.damaged]
-        lines += [f"missing: {lost_line(DataFolder(root), kind, listing)}" for kind, listing in self.lost]
+        lines += [f"missing: {lost_line(listing)}" for listing in self.lost]
         lines += [f"missing: {line}" for line in [self.presence.gone_line(root)] if line]
         lines += [line for line in [self.presence.unknown_line(root)] if line]
         older = f", {self.without_checksum:,} of them of older versions without a checksum" * bool(
@@ -122,8 +124,7 @@ class IntegrityReport:
             "without_checksum": self.without_checksum,
             "damaged": [{"path": str(file.path), "reason": file.reason} for file in self.damaged],
             "missing": [
-                {"path": str(root / kind / listing.merged), "listing": str(listing.file), "rows": listing.rows}
-                for kind, listing in self.lost
+                {"path": str(listing.path), "listing": str(listing.file), "rows": listing.rows} for listing in self.lost
             ],
             "runs_gone": {job_id: sorted(indexes) for job_id, indexes in self.presence.gone.items()},
             "runs_unknown": {job_id: len(indexes) for job_id, indexes in self.presence.unknown.items()},
@@ -252,12 +253,12 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
 
     for kind in KINDS:
         listings = read_listings(folder, kind, lambda file: add(file.path, file.reason))
-        report.lost += [(kind, listing) for listing in lost_merged_files(folder, kind)]
+        with contextlib.suppress(OSError):  # a listing and its merged file cannot be read, as reported above
+            report.lost += read_catalogue(folder, kind).gone
         for listing in listings:
-            merged = folder.root / kind / listing.merged
             try:
-                if listing.checksum is not None and recorded_checksum(merged) != listing.checksum:
-                    add(merged, f"it is another file than {listing.file} names")
+                if listing.checksum is not None and recorded_checksum(listing.path) != listing.checksum:
+                    add(listing.path, f"it is another file than {listing.file} names")
                 unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
             except (OSError, Unreadable, ValueError):
                 continue  # damaged or lost, as reported above
@@ -268,9 +269,8 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
                     f"it hides {len(unproven.unheld):,} files without holding their runs, as {name} ({why})",
                 )
         for family in folder.families(kind):
-            for path in folder.partition(kind, family).glob("merged-*.parquet"):
-                problem = unlisted_problem(folder, kind, family, path, _UNLISTED_AFTER_S)
-                if problem:
+            for path, problem in unlisted_files(folder, kind, family, _UNLISTED_AFTER_S, time.time()):
+                if problem != REDUNDANT:
                     add(path, problem)
 
 

@@ -2,14 +2,13 @@
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
 `held_ids` finds runs in merged files, `holders` the files that replaced a merged file.
-`warehouse.files.counting` judges listings and names the files that count; `warehouse.files.compaction` explains why
-merging is safe.
+`warehouse.files.counting` names the files that count; `warehouse.files.compaction` explains why merging is safe.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
+import functools
 import json
 import os
 import re
@@ -18,14 +17,13 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.files.outputs import parse_json, replacing, sync
 from conf.plain_text import first_line, one_line
-from warehouse.files import damage
 from warehouse.files.damage import DamagedFile, warn_once
 from warehouse.files.folder import (
     COMPRESSION,
@@ -36,15 +34,7 @@ from warehouse.files.folder import (
     write_parquet,
     write_sealed,
 )
-from warehouse.files.plain_file import (
-    file_key,
-    forget_all,
-    is_passing,
-    names_in,
-    plain,
-    remember,
-    remember_by,
-)
+from warehouse.files.plain_file import forget_all, is_passing, names_in, plain, remember
 from warehouse.tables.schema import MERGED_PREFIX
 
 SOURCES = b"gpufarm_sources"  # key of a merged file's metadata: its source files, as JSON
@@ -56,7 +46,6 @@ PARTITION = "family="
 SNAPSHOT_LISTING = "snapshot.parquet"  # lists all merged files of a snapshot
 T = TypeVar("T")
 _REMEMBERED_IDS = 3_200_000  # some 100 bytes each
-_range_memory: dict[Hashable, list[tuple[str, str]]] = {}
 _group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups; a compaction writes 100,000 rows into each
 
 
@@ -66,11 +55,16 @@ class Listing:
 
     file: Path  # the listing's own file
     merged: str
-    hidden: tuple[str, ...]  # on disk, at least when the listing was written
+    hidden: tuple[str, ...]  # in the merged file's partition; on disk, at least when the listing was written
     published_at_s: float  # seconds since the epoch
     checksum: str | None = None  # the merged file's; None in listings of older versions
     rows: int | None = None  # the merged file's
-    is_whole: bool = True  # read from `file`; else from the merged file, or from a snapshot's listing of all of them
+    is_whole: bool = True  # `file` says the same; else it was read from the merged file or a snapshot's listing
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The merged file."""
+        return self.file.parents[2] / self.file.parent.name / self.merged
 
     @classmethod
     def read(cls, file: Path) -> Listing:
@@ -84,14 +78,17 @@ class Listing:
             if not all(isinstance(row["path"], str) for row in rows):
                 raise TypeError("a path is not a string")
             (merged,) = (row["path"] for row in rows if not row["hidden"])
+            named = [row["path"] for row in rows if row["hidden"]]
+            hidden = _in_partition_of(merged, named)
             metadata = table.schema.metadata
             return cls(
                 file=file,
                 merged=merged,
-                hidden=tuple(row["path"] for row in rows if row["hidden"]),
+                hidden=hidden,
                 published_at_s=float(metadata[_PUBLISHED_AT]),
                 checksum=metadata[_CHECKSUM].decode() if _CHECKSUM in metadata else None,
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
+                is_whole=len(hidden) == len(named),
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"it is not a listing: {first_line(error)}") from error
@@ -113,6 +110,11 @@ class Listing:
         write_parquet(self.file, table.replace_schema_metadata(metadata))
 
 
+def _in_partition_of(merged: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in a merged file's partition: it replaces no others, whatever it or its listing claims."""
+    return tuple(name for name in names if os.path.dirname(name) == os.path.dirname(merged))
+
+
 def new_merged_name() -> str:
     """Return a unique name for a merged file."""
     return f"{MERGED_PREFIX}{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
@@ -125,16 +127,6 @@ def is_merged_name(name: str) -> bool:
 def has_own_name(path: Path) -> bool:
     """Return whether the name of a merged file or listing has the form that `new_merged_name` makes."""
     return _OWN_NAME.fullmatch(path.name) is not None
-
-
-def is_own_merge(path: Path) -> bool:
-    """Return whether `land_merged` wrote a file, judged by name, checksum and metadata. Raises `OSError`."""
-    if not has_own_name(path) or checksum_problem(path) is not None or recorded_checksum(path) is None:
-        return False
-    try:
-        return SOURCES in (pq.read_metadata(plain(path)).metadata or {})
-    except pa.ArrowException:
-        return False
 
 
 def sources_of(merged: Path) -> tuple[str, ...]:
@@ -188,19 +180,10 @@ def holders(listing: Listing, listings: Sequence[Listing]) -> Iterator[Listing]:
 
     Each of these merged files holds the rows that the listing hides, so one that is intact speaks for all.
     """
-    partition = os.path.dirname(listing.merged)
     chain = [listing]
     for holder in chain:
         yield holder
-        newer = [other for other in listings if holder.merged in other.hidden and other not in chain]
-        chain += [other for other in newer if os.path.dirname(other.merged) == partition]
-
-
-def listed_names(folder: DataFolder, kind: str) -> list[str]:
-    """Return the names of the merged files that have a listing. Only a snapshot's listing is read."""
-    names, of_snapshot = _names_and_snapshot(folder, kind)
-    names += [read.file.name for read in of_snapshot if isinstance(read, Listing)]
-    return [name for name in names if is_merged_name(name)]
+        chain += [other for other in listings if holder.merged in other.hidden and other not in chain]
 
 
 def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
@@ -242,11 +225,12 @@ def read_listings(
     If that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count. Of a
     snapshot, also a copied one, each merged file has a listing of its own here, though all are in one file.
     """
-    names, reads = _names_and_snapshot(folder, kind)
-    for name in names:
-        if is_merged_name(name) and name.endswith(".parquet"):
-            with contextlib.suppress(FileNotFoundError):  # a compaction has removed it
-                reads.append(_read(folder, kind, folder.listings(kind) / name))
+    while True:
+        try:
+            reads = _read_all(folder, kind)
+            break
+        except FileNotFoundError:  # a compaction removed it, or wrote listings in place of a snapshot's one
+            continue
     for read in reads:
         if isinstance(read, DamagedListing):
             on_damage(read)
@@ -254,30 +238,30 @@ def read_listings(
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
-def _names_and_snapshot(folder: DataFolder, kind: str) -> tuple[list[str], list[Listing | DamagedListing]]:
-    """Return the names of the listings, and the listings that a snapshot's one stands for, if any."""
-    while True:
-        names = names_in(folder.listings(kind))
-        if SNAPSHOT_LISTING not in names:
-            return names, []
-        with contextlib.suppress(FileNotFoundError):  # its merged files have listings of their own by now
-            return names, _read_snapshot(folder, kind, names)
+def _read_all(folder: DataFolder, kind: str) -> list[Listing | DamagedListing]:
+    """Return each listing or its damage. Raises `FileNotFoundError` for one that is gone since the folder was read."""
+    names = names_in(folder.listings(kind))
+    paths = [folder.listings(kind) / name for name in names if is_merged_name(name) and name.endswith(".parquet")]
+    reads = [_read(folder, kind, path) for path in paths]
+    if SNAPSHOT_LISTING in names:  # a merged file's own listing goes before: it may hide files
+        reads += _read_snapshot(folder, kind, paths)
+    return reads
 
 
-def _read_snapshot(folder: DataFolder, kind: str, names: Sequence[str]) -> list[Listing | DamagedListing]:
-    """Return a listing for each merged file of a snapshot but those of `names`, whose own listings may hide files.
+def _read_snapshot(folder: DataFolder, kind: str, others: Sequence[Path]) -> Sequence[Listing | DamagedListing]:
+    """Return a listing, which hides nothing, for each merged file of a snapshot without one among `others`.
 
-    They hide nothing. Raises `OSError` if it may pass.
+    Raises `OSError` if it may pass.
     """
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
-        listed = remember(path, lambda: _listed_by_snapshot(path), "snapshot")
+        merged = remember(path, lambda: _listed_by_snapshot(path), "snapshot")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, FileNotFoundError) or is_passing(error):
             raise
         return [DamagedListing(path, first_line(error), folder.root / kind)]
-    merged = {listing_file(folder, kind, os.path.basename(name)): name for name in listed}
-    return [Listing(file, name, (), 0.0, is_whole=False) for file, name in merged.items() if file.name not in names]
+    files = {listing_file(folder, kind, os.path.basename(name)): name for name in merged}
+    return [Listing(file, name, (), 0.0, is_whole=False) for file, name in files.items() if file not in others]
 
 
 def _listed_by_snapshot(path: Path) -> list[str]:
@@ -292,26 +276,23 @@ def _listed_by_snapshot(path: Path) -> list[str]:
     return merged
 
 
-def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
-    """Recover a damaged listing from its merged file; None if that is damaged, or too old to contain it.
+def recover_listing(file: Path, merged: Path) -> Listing | None:
+    """Recover a listing from its merged file; None if that is damaged, too old to contain it, or of another name.
 
     Listings are written atomically, so a damaged one was once complete: its merged file counted. Raises `OSError` if
     the merged file cannot be read now.
     """
-    candidates = _merged_files_named(folder, kind, file.name)
-    if len(candidates) != 1:
-        return None
-    (path,) = candidates
     try:
-        if checksum_problem(path) is not None:
+        if not has_own_name(merged) or checksum_problem(merged) is not None:
             return None
+        name = f"{merged.parent.name}/{merged.name}"
         return Listing(
             file=file,
-            merged=f"{path.parent.name}/{path.name}",
-            hidden=sources_of(path),
-            published_at_s=path.stat().st_mtime,
-            checksum=recorded_checksum(path),
-            rows=pq.read_metadata(path).num_rows,
+            merged=name,
+            hidden=_in_partition_of(name, sources_of(merged)),
+            published_at_s=merged.stat().st_mtime,
+            checksum=recorded_checksum(merged),
+            rows=pq.read_metadata(merged).num_rows,
             is_whole=False,
         )
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
@@ -336,14 +317,17 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
         if name == path.name and partition.startswith(PARTITION):
             return content
         return DamagedListing(path, f"it names {content.merged!r} instead of the merged file with its own name")
-    merged = _merged_files_named(folder, kind, path.name)
+    root = folder.root / kind
+    places = [root / partition / path.name for partition in names_in(root) if partition.startswith(PARTITION)]
+    merged = [place for place in places if os.path.lexists(place)]
     if not merged:
         return DamagedListing(path, content, error=passing)
+    recovered = None
     try:
-        key = ("recovered", content, *map(file_key, merged))
-        recovered = remember_by(key, lambda: recover_listing(folder, kind, path))
+        if len(merged) == 1:
+            recovered = remember(merged[0], lambda: recover_listing(path, merged[0]), "listing")
     except OSError as error:  # includes a broken link, and a file that is gone now
-        recovered, passing = None, error if is_passing(error) else passing
+        passing = error if is_passing(error) else passing
     if recovered is None:
         return DamagedListing(path, content, merged[0], passing)
     warn_once(path, f"{path}: this listing is damaged ({content}): reading its content from {merged[0]}")
@@ -352,19 +336,10 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
 
 def _content(path: Path) -> Listing | str:
     """Return the listing, or the problem of the file."""
-    reason = damage.damage_of(path, pages=True)
-    if reason is not None:
-        return reason
     try:
         return Listing.read(path)
     except (ValueError, pa.ArrowException) as error:
         return str(error)
-
-
-def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
-    root = folder.root / kind
-    paths = [root / partition / name for partition in names_in(root) if partition.startswith(PARTITION)]
-    return [path for path in paths if os.path.lexists(path)]
 
 
 def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
@@ -396,7 +371,7 @@ def id_ranges(path: Path) -> list[tuple[str, str]]:
             ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
         return ranges
 
-    return _remember_intact(path, read, "ranges", [], _range_memory)
+    return _read_intact(path, lambda: remember(path, read, "ranges"), [])
 
 
 def group_ids(path: Path, group: int) -> frozenset[str]:
@@ -406,23 +381,17 @@ def group_ids(path: Path, group: int) -> frozenset[str]:
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 
-    return _remember_intact(path, read, group, frozenset(), _group_memory)
+    return _read_intact(path, lambda: remember(path, read, group, _group_memory), frozenset())
 
 
-def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing: T, memory: dict[Hashable, Any]) -> T:
-    """Return the result of `remember`; `nothing` for a missing or damaged file. Raises `OSError` with its path."""
+def _read_intact(path: Path, read: Callable[[], T], nothing: T) -> T:
+    """Return the result of `read`; `nothing` for a missing or damaged file.
 
-    def read_intact() -> T:
-        try:
-            return read()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, OSError) and is_passing(error):
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-            return nothing
-
+    Raises `OSError`, with the file's path, if it cannot be read now.
+    """
     try:
-        return remember(path, read_intact, part, memory)
-    except OSError as error:  # includes a link to itself
-        if is_passing(error):
-            raise
+        return read()
+    except (pa.ArrowException, OSError, ValueError) as error:  # includes a link to itself
+        if isinstance(error, OSError) and is_passing(error):
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         return nothing

@@ -131,7 +131,7 @@ def file_key(path: Path) -> Hashable:
     """
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:
         status = os.lstat(path)
     return str(path), identity_of(status)
 

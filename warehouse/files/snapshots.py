@@ -26,7 +26,7 @@ from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import counting_files, refuse_lost, run_ids_of, settle_listings
+from warehouse.files.counting import Catalogue, counting_files, read_catalogue, run_ids_of, settle_listings
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
@@ -192,9 +192,11 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     Runs are linked first: their samples and kernels landed before them, so every linked run has them. Samples without
     a run belong to a run that is landing or was lost, and are left out.
     """
-    refuse_lost(folder)
+    for kind in KINDS:
+        read_catalogue(folder, kind).refuse_losses()
     mended = CompactionReport()  # with the lock held; a listing stops hiding runs that its merged file lacks
     settled = {kind: settle_listings(folder, kind, mended) for kind in KINDS}
+    catalogues = {kind: Catalogue.of(listings, listings) for kind, listings in settled.items()}
     damaged: list[DamagedFile] = []
 
     def is_whole(path: Path) -> bool:
@@ -207,13 +209,13 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     linked_runs: set[str] = set()
     counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
     for family in folder.families("runs"):
-        for path in counting_files(folder, "runs", family, settled["runs"]):
+        for path in counting_files(folder, "runs", family, catalogues["runs"]):
             if is_whole(path):
                 counting["runs"].append(path)
                 linked_runs |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
     for kind in OF_RUNS:
         for family in folder.families(kind):
-            for path in counting_files(folder, kind, family, settled[kind]):
+            for path in counting_files(folder, kind, family, catalogues[kind]):
                 if (is_merged_name(path.name) or path.stem in linked_runs) and is_whole(path):
                     counting[kind].append(path)
     for kind, paths in counting.items():
