@@ -28,9 +28,10 @@ from warehouse_rows import fill as fill_any
 
 from warehouse.files import compaction
 from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere, read_files
+from warehouse.files.folder import write_parquet
 from warehouse.files.views import view_statements
-from warehouse.files.writer import RunWriter
-from warehouse.tables.schema import KINDS, OF_RUNS
+from warehouse.files.writer import RunWriter, run_table
+from warehouse.tables.schema import KINDS, OF_RUNS, RUN_SCHEMA
 
 SAMPLES = 4
 HALVES = CompactionSettings(min_files=2, target_rows=2 * SAMPLES)
@@ -120,6 +121,18 @@ def test_samples_that_come_back_after_their_run_was_merged_and_deleted_are_merge
     assert len(files(folder, "runs")) == 1
     (tmp_path / path.name).rename(path)
     settle(folder, 3)
+
+
+def test_files_without_rows_or_of_other_names_than_their_run_are_merged_once_and_count_once(folder):
+    fill(folder, range(3), has_details=False)
+    partition = folder.partition("runs", "cnn")
+    write_parquet(partition / "export.parquet", run_table(run_row(77)))
+    write_parquet(partition / "nothing.parquet", RUN_SCHEMA.empty_table())
+    for hours, sources in ((0, [3, 5]), (2, []), (4, [])):
+        assert sorted(compact_at(folder, hours).merged.values()) == sources
+        for asked in (ask, ask_plainly):
+            assert asked(folder, "SELECT run_id FROM runs ORDER BY 1")[2:] == [("J-000002",), ("J-000077",)]
+    assert len(files(folder, "runs")) == 1
 
 
 def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):

@@ -12,9 +12,9 @@ does no harm, for these reasons:
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
-- A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
-  file that counts holds them, whatever a listing or a merged file claims. `warehouse.files.counting` proves it, and
-  repairs the results of kills, disk damage and foreign changes (`settle_listings`).
+- A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted only if an intact file that
+  counts holds them, whatever a listing or a merged file claims. `warehouse.files.counting` proves it, and repairs the
+  results of kills, disk damage and foreign changes (`settle_listings`).
 
 No clocks are compared between processes, so clock changes and long transactions do no harm.
 """
@@ -26,7 +26,6 @@ import dataclasses
 import fcntl
 import os
 import re
-import stat
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -61,7 +60,15 @@ from warehouse.files.merged import (
     listing_file,
     new_merged_name,
 )
-from warehouse.files.plain_file import NoPlainFile, is_passing, is_shared_by_any, names_in, open_binary, open_lock
+from warehouse.files.plain_file import (
+    NoPlainFile,
+    is_passing,
+    is_shared_by_any,
+    names_in,
+    open_binary,
+    open_lock,
+    plain,
+)
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import KINDS, OF_RUNS, TABLES
 
@@ -241,36 +248,23 @@ def _merge_groups(
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_catalogue(folder, kind, family=family))
     run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
-    merged_already = held_ids(folder.partition(kind, family), intact_merged_names(folder, kind, family), run_ids)
+    # A run that landed twice, as after the queue was lost, must not be merged twice.
+    waiting = held_ids(folder.partition(kind, family), intact_merged_names(folder, kind, family), run_ids)
+    if kind in OF_RUNS:  # a run that is being written, or was lost and will be measured again
+        runs = folder.partition("runs", family)  # read after the files above, so none is missed
+        landed = held_ids(runs, intact_merged_names(folder, "runs", family), run_ids)
+        waiting |= set(run_ids) - landed - {name.removesuffix(".parquet") for name in names_in(runs)}
     merged_ids: set[str] = set()
-    landed: set[str] = set()
-    if kind in OF_RUNS:  # read after the files above, so none is missed
-        counting_runs = intact_merged_names(folder, "runs", family)
-        landed = held_ids(folder.partition("runs", family), counting_runs, run_ids)
-        landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
     for path in counting:
-        is_merged = is_merged_name(path.name)
         try:
-            status = path.stat()
-        except OSError as error:
-            if path.is_symlink():
-                unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
-            elif not isinstance(error, FileNotFoundError):
-                raise
+            size = os.lstat(path).st_size
+        except FileNotFoundError:
             continue
-        if not stat.S_ISREG(status.st_mode):
-            unreadable(path, NoPlainFile("it is not a plain file"))
+        if size > target_bytes / 2 or path in report.left or path.stem in waiting:
             continue
-        size = status.st_size
-        if size > target_bytes / 2 or path in report.left:
-            continue
-        if kind in OF_RUNS and not is_merged and path.stem not in landed:
-            continue  # its run is being written, or was lost and will be measured again
-        if not is_merged and path.stem in merged_already:
-            continue  # a run that landed twice, as after the queue was lost, must not be merged twice
         try:
-            if is_merged:
-                if pq.read_metadata(path).num_rows > settings.target_rows / 2:
+            if is_merged_name(path.name):
+                if pq.read_metadata(plain(path)).num_rows > settings.target_rows / 2:
                     continue
                 ids = run_ids_of(path)
                 if merged_ids & ids:
@@ -503,14 +497,14 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
 
 def _verify_schema(path: Path) -> bytes | None:
     """Return the schema as Arrow stores it in a file, None if unknown. Raises `DamagedContent`."""
-    if path.stat().st_size > _WHOLE_BYTES:
-        problem, content = checksum_problem(path), b""
-    else:  # opened once, for both
-        with open_binary(path) as file:
-            content = file.read()
-        problem = content_problem(content)
+    with open_binary(path) as file:
+        content = file.read(_WHOLE_BYTES)
+        is_whole = not file.read(1)
+    problem = content_problem(content) if is_whole else checksum_problem(path)
     if problem is not None:
         raise DamagedContent(problem)
+    if not is_whole:
+        return None
     # The last occurrence: texts of runs come before it.
     stored = _STORED_SCHEMA.match(content, max(0, content.rfind(_SCHEMA_KEY)))
     return None if stored is None else stored[1]

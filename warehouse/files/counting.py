@@ -335,9 +335,11 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
     `FileNotFoundError` for a missing one.
     """
+    unproven = Unproven()
+    if not listing.hidden:
+        return unproven
     holder, held = _proof(listing, listings)
     family = holder.parent.name.removeprefix(PARTITION)
-    unproven = Unproven()
     for name in listing.hidden:
         if Path(name).stem in held:
             continue
@@ -395,9 +397,6 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
                 report.problems.append(lost_line(listing))
             else:
                 listing.file.unlink(missing_ok=True)
-            continue
-        if not listing.hidden:
-            settled.append(listing)
             continue
         try:
             unproven = unproven_sources(folder, kind, listing, listings)

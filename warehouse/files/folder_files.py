@@ -29,7 +29,6 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from conf.errors import CommandError, EnvironmentProblem
-from conf.plain_text import first_line
 from warehouse.files import damage
 from warehouse.files.counting import counting_plan
 from warehouse.files.damage import DamagedFile
@@ -63,7 +62,7 @@ class FolderFiles(AbstractFileSystem):
         self._folder = folder
         self._lock = threading.RLock()
         self._plans = 0
-        self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # DuckDB's path -> its content
+        self._pinned: OrderedDict[str, _SharedFile] = OrderedDict()  # DuckDB's path -> its content
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
         self._altered: set[str] = set()  # DuckDB's paths whose content differed from their files
         self._damaged: dict[str, tuple[int, ...]] = {}
@@ -95,16 +94,12 @@ class FolderFiles(AbstractFileSystem):
             or damage.find_damaged(paths, functools.partial(damage.damage_of, pages=True))
             or damage.find_damaged(paths, damage.damage_for_duckdb)
         )
-        self._leave_out(damaged, identities)
-        if not damaged:
-            with self._lock:
-                self._intact |= {str(path): identities[path] for path in paths}
-        return damaged
-
-    def _leave_out(self, damaged: list[DamagedFile], identities: dict[Path, tuple[int, ...]]) -> None:
         with self._lock:
             self._damaged |= {str(file.path): identities[file.path] for file in damaged}
+            if not damaged:
+                self._intact |= {str(path): identities[path] for path in paths}
         damage.report(damaged)
+        return damaged
 
     def glob(self, path: str, **_options: Any) -> list[str]:
         """Return the files that `path` matches: a glob of `files_of`, or a file of an earlier answer."""
@@ -123,8 +118,8 @@ class FolderFiles(AbstractFileSystem):
         with self._lock:
             pinned = self._pinned.get(path)
             if pinned is not None:
-                return _OpenFile(_SharedFile(pinned) if isinstance(pinned, bytes) else pinned)
-        kind, name = self._place(path)
+                return _OpenFile(pinned)
+        kind, _, name = self._place(path)
         if name == _NO_ROWS:
             return _OpenFile(_SharedFile(_empty_file(kind)))
         real = self._folder.root / kind / name
@@ -185,40 +180,30 @@ class FolderFiles(AbstractFileSystem):
         most = min(_PINNED, _descriptors() // 4)
         for _ in range(_ATTEMPTS):
             paths = [plan + _NO_ROWS]
-            contents: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
+            contents: dict[str, _SharedFile] = {}
+            counting: list[tuple[str, frozenset[str]]] = []
             is_pinned = True
-            damaged: list[DamagedFile] = []
-            identities: dict[Path, tuple[int, ...]] = {}
             try:
-                for name, doubled in self._counting(kind):
+                counting += self._counting(kind)
+                for name, doubled in counting:
                     paths.append(plan + name)
                     real = self._folder.root / kind / name
                     if len(contents) >= most and not doubled:
                         is_pinned = False
                         continue
                     self.opened.add(real)
-                    try:
-                        content = (
-                            _without_runs(real, doubled) if doubled else self._shared_file(real, _descriptors() // 4)
-                        )
-                    except FileNotFoundError:
-                        raise
-                    except (pa.ArrowException, OSError, ValueError) as error:
-                        if is_out_of_descriptors(error):
-                            raise
-                        if (known := identity(real)) is not None:
-                            identities[real] = known
-                            damaged.append(DamagedFile(real, first_line(error)))
-                        continue
+                    content = _without_runs(real, doubled) if doubled else self._shared_file(real, _descriptors() // 4)
                     if content is None:
                         is_pinned = False
                     else:
                         contents[plan + name] = content
             except FileNotFoundError:  # merged and deleted since the folder was listed: list it again
                 continue
-            if damaged:  # the files that they hide may exist
-                self._leave_out(damaged, identities)
-                continue
+            except (pa.ArrowException, OSError, ValueError) as error:
+                self.opened.update(self._folder.root / kind / name for name, _ in counting)
+                if is_out_of_descriptors(error) or not self.leave_out_damaged():
+                    raise
+                continue  # the files that they hide may exist
             with self._lock:
                 self.unpinned += not is_pinned
                 self._pinned |= contents
@@ -231,12 +216,10 @@ class FolderFiles(AbstractFileSystem):
 
     def _drop_oldest(self) -> None:
         path, content = self._pinned.popitem(last=False)
-        _, name = self._place(path)
-        if isinstance(content, bytes) and name != _NO_ROWS:
+        if not content.identity:
             self._altered.add(path)
-        match = _PATH.fullmatch(path)
-        assert match is not None
-        self.unpinned += int(match[2]) > self._plans - _VIEWS_OF_A_QUERY
+        _, plan, _ = self._place(path)
+        self.unpinned += plan > self._plans - _VIEWS_OF_A_QUERY
 
     def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
         """Return the file, opened once for all queries; None if that would take more than `most` descriptors."""
@@ -275,12 +258,12 @@ class FolderFiles(AbstractFileSystem):
         known = self._damaged.get(str(path))
         return known is not None and known == identity(path)
 
-    def _place(self, path: str) -> tuple[str, str]:
-        """Return (kind, name below it) of a file of an earlier answer."""
+    def _place(self, path: str) -> tuple[str, int, str]:
+        """Return (kind, number of the plan, name below the kind) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
         if match is None or match[1] not in TABLES:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return match[1], match[3]
+        return match[1], int(match[2]), match[3]
 
 
 class _SharedFile:
@@ -289,7 +272,7 @@ class _SharedFile:
     def __init__(self, source: int | bytes) -> None:
         self._content: bytes | None = None
         self._descriptor = -1
-        self.identity: tuple[int, ...] = ()
+        self.identity: tuple[int, ...] = ()  # of a file that is read as it is
         if isinstance(source, bytes):
             self._content, self.size, self.modified_s = source, len(source), 0.0
         else:
@@ -377,12 +360,12 @@ def _descriptors() -> int:
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
-def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
-    """Return the content of a merged file without some of its runs."""
+def _without_runs(path: Path, run_ids: frozenset[str]) -> _SharedFile:
+    """Return a merged file without some of its runs."""
     with os.fdopen(open_plain(path), "rb") as file:
         table = pq.ParquetFile(file).read()
     is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))
-    return _parquet_bytes(table.filter(pc.invert(is_doubled)))
+    return _SharedFile(_parquet_bytes(table.filter(pc.invert(is_doubled))))
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -41,8 +40,8 @@ from warehouse.files.counting import (
 )
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder, recorded_checksum
-from warehouse.files.merged import Listing, is_merged_name, read_listings
-from warehouse.files.plain_file import is_out_of_descriptors, is_passing, patiently, plain, queue_copy
+from warehouse.files.merged import Listing, is_merged_name, read_intact, read_listings
+from warehouse.files.plain_file import is_out_of_descriptors, patiently, plain, queue_copy
 from warehouse.tables.schema import KINDS
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
@@ -259,10 +258,10 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
             try:
                 if listing.checksum is not None and recorded_checksum(listing.path) != listing.checksum:
                     add(listing.path, f"it is another file than {listing.file} names")
-                unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
+                unproven = unproven_sources(folder, kind, listing, listings)
             except (OSError, Unreadable, ValueError):
                 continue  # damaged or lost, as reported above
-            if unproven is not None and unproven.unheld:
+            if unproven.unheld:
                 name, why = next(iter(unproven.unheld.items()))
                 add(
                     listing.file,
@@ -353,28 +352,21 @@ def _tasks_in(path: Path) -> dict[str, set[int]]:
 
     Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
     """
-    try:
-        return patiently(lambda: _tasks_read_from(path))
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, OSError) and is_passing(error):
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-        return {}
 
+    def read() -> dict[str, set[int]]:
+        file = pq.ParquetFile(plain(path))
+        names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
+        if not {"job_id", "task_index"} <= set(names):
+            return {}
+        rows = file.read(columns=names)
+        known = pc.and_(pc.is_valid(rows.column("job_id")), pc.is_valid(rows.column("task_index")))
+        if "final" in names:
+            known = pc.and_(known, pc.fill_null(rows.column("final"), True))
+        jobs = rows.filter(known).group_by("job_id").aggregate([("task_index", "list")])
+        tasks = zip(jobs.column("job_id").to_pylist(), jobs.column("task_index_list"), strict=True)
+        return {job_id: set(indexes.as_py()) for job_id, indexes in tasks if not job_id.startswith(_FOREIGN)}
 
-def _tasks_read_from(path: Path) -> dict[str, set[int]]:
-    file = pq.ParquetFile(plain(path))
-    names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
-    if not {"job_id", "task_index"} <= set(names):
-        return {}
-    rows = file.read(columns=names)
-    known = pc.and_(pc.is_valid(rows.column("job_id")), pc.is_valid(rows.column("task_index")))
-    if "final" in names:
-        known = pc.and_(known, pc.fill_null(rows.column("final"), True))
-    jobs = rows.filter(known).group_by("job_id").aggregate([("task_index", "list")])
-    tasks = zip(jobs.column("job_id").to_pylist(), jobs.column("task_index_list"), strict=True)
-    return {job_id: set(indexes.as_py()) for job_id, indexes in tasks if not job_id.startswith(_FOREIGN)}
+    return read_intact(path, lambda: patiently(read), {})
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ Start reading at `Listing` and `read_listings`; a damaged listing is recovered f
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import json
 import os
@@ -351,15 +352,16 @@ def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> 
     wanted = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
     held: set[str] = set()
     for name in merged if wanted else ():
-        for group, (least, most) in enumerate(id_ranges(partition / name)):
-            within = wanted[bisect.bisect_left(wanted, least) : bisect.bisect_right(wanted, most)]
-            if within:
-                held |= group_ids(partition / name, group).intersection(within)
+        with contextlib.suppress(FileNotFoundError):
+            for group, (least, most) in enumerate(id_ranges(partition / name)):
+                within = wanted[bisect.bisect_left(wanted, least) : bisect.bisect_right(wanted, most)]
+                if within:
+                    held |= group_ids(partition / name, group).intersection(within)
     return held
 
 
 def id_ranges(path: Path) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none for a missing or damaged file."""
+    """Return (least, greatest) run_id of each row group; none for a damaged file. Raises as `read_intact`."""
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))
@@ -371,7 +373,7 @@ def id_ranges(path: Path) -> list[tuple[str, str]]:
             ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
         return ranges
 
-    return _read_intact(path, lambda: remember(path, read, "ranges"), [])
+    return read_intact(path, lambda: remember(path, read, "ranges"), [])
 
 
 def group_ids(path: Path, group: int) -> frozenset[str]:
@@ -381,16 +383,18 @@ def group_ids(path: Path, group: int) -> frozenset[str]:
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 
-    return _read_intact(path, lambda: remember(path, read, group, _group_memory), frozenset())
+    return read_intact(path, lambda: remember(path, read, group, _group_memory), frozenset())
 
 
-def _read_intact(path: Path, read: Callable[[], T], nothing: T) -> T:
-    """Return the result of `read`; `nothing` for a missing or damaged file.
+def read_intact(path: Path, read: Callable[[], T], nothing: T) -> T:
+    """Return the result of `read`; `nothing` for a damaged file.
 
-    Raises `OSError`, with the file's path, if it cannot be read now.
+    Raises `FileNotFoundError` if there is no file, another `OSError`, with its path, if it cannot be read now.
     """
     try:
         return read()
+    except FileNotFoundError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:  # includes a link to itself
         if isinstance(error, OSError) and is_passing(error):
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
