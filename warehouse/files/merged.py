@@ -309,10 +309,10 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     passing = None
     try:
         content = remember(path, lambda: _content(path), "listing")
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        content, passing = first_line(error), error if is_passing(error) else None
+        if not is_passing(error):
+            raise
+        content, passing = first_line(error), error
     if isinstance(content, Listing):
         partition, _, name = content.merged.partition("/")
         if name == path.name and partition.startswith(PARTITION):
@@ -336,11 +336,13 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
 
 
 def _content(path: Path) -> Listing | str:
-    """Return the listing, or the problem of the file."""
+    """Return the listing, or the problem of the file. Raises `OSError` if it is gone or cannot be read now."""
     try:
         return Listing.read(path)
-    except (ValueError, pa.ArrowException) as error:
-        return str(error)
+    except (ValueError, pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError) or is_passing(error):
+            raise
+        return first_line(error)
 
 
 def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:

@@ -196,7 +196,6 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
         read_catalogue(folder, kind).refuse_losses()
     mended = CompactionReport()  # with the lock held; a listing stops hiding runs that its merged file lacks
     settled = {kind: settle_listings(folder, kind, mended) for kind in KINDS}
-    catalogues = {kind: Catalogue.of(listings, listings) for kind, listings in settled.items()}
     damaged: list[DamagedFile] = []
 
     def is_whole(path: Path) -> bool:
@@ -207,21 +206,19 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
 
     building.write_anchors()
     linked_runs: set[str] = set()
-    counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
-    for family in folder.families("runs"):
-        for path in counting_files(folder, "runs", family, catalogues["runs"]):
-            if is_whole(path):
-                counting["runs"].append(path)
-                linked_runs |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
-    for kind in OF_RUNS:
-        for family in folder.families(kind):
-            for path in counting_files(folder, kind, family, catalogues[kind]):
-                if (is_merged_name(path.name) or path.stem in linked_runs) and is_whole(path):
-                    counting[kind].append(path)
-    for kind, paths in counting.items():
-        for path in paths:
+    for kind in KINDS:
+        catalogue = Catalogue.of(settled[kind], settled[kind])
+        counting = [counting_files(folder, kind, family, catalogue) for family in folder.families(kind)]
+        merged = []
+        for path in itertools.chain(*counting):
+            is_merged = is_merged_name(path.name)
+            if (kind in OF_RUNS and not is_merged and path.stem not in linked_runs) or not is_whole(path):
+                continue
             _link(path, building.root / path.relative_to(folder.root))
-        merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
+            if is_merged:
+                merged.append(f"{path.parent.name}/{path.name}")
+            if kind == "runs":
+                linked_runs |= run_ids_of(path) if is_merged else {path.stem}
         if merged:
             listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
             write_parquet(building.listings(kind) / SNAPSHOT_LISTING, listing)
