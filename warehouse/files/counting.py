@@ -34,7 +34,6 @@ from warehouse.files.merged import (
     DamagedListing,
     Listing,
     group_ids,
-    has_own_name,
     held_ids,
     holders,
     id_ranges,
@@ -438,7 +437,7 @@ def unlisted_files(
     listed = {listing.path for listing in listings}
     for path in paths:
         listing = listing_file(folder, kind, path.name)
-        if path in listed or (has_own_name(path) and listing.exists()):
+        if path in listed or listing.exists():
             continue
         try:
             if now_s - path.stat().st_mtime <= young_s:
