@@ -43,10 +43,10 @@ from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import escaped_glob, first_line, sql_text
 from warehouse.files.counting import (
     REDUNDANT,
+    Catalogue,
     Unreadable,
     counting_files,
     intact_merged_names,
-    read_catalogue,
     run_ids_of,
     settle_listings,
     unlisted_files,
@@ -59,6 +59,7 @@ from warehouse.files.merged import (
     land_merged,
     listing_file,
     new_merged_name,
+    read_listings,
 )
 from warehouse.files.plain_file import (
     NoPlainFile,
@@ -246,7 +247,9 @@ def _merge_groups(
     folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
-    counting = counting_files(folder, kind, family, read_catalogue(folder, kind, family=family))
+    # What a damaged merged file replaced is not merged again: that file may be put back.
+    listings = read_listings(folder, kind, report.damaged)
+    counting = counting_files(folder, kind, family, Catalogue.of(listings, listings))
     run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
     # A run that landed twice, as after the queue was lost, must not be merged twice.
     waiting = held_ids(folder.partition(kind, family), intact_merged_names(folder, kind, family), run_ids)

@@ -309,10 +309,10 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     passing = None
     try:
         content = remember(path, lambda: _content(path), "listing")
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if not is_passing(error):
-            raise
-        content, passing = first_line(error), error
+        content, passing = first_line(error), error if is_passing(error) else None
     if isinstance(content, Listing):
         partition, _, name = content.merged.partition("/")
         if name == path.name and partition.startswith(PARTITION):
@@ -336,13 +336,11 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
 
 
 def _content(path: Path) -> Listing | str:
-    """Return the listing, or the problem of the file. Raises `OSError` if it is gone or cannot be read now."""
+    """Return the listing, or the problem of its content. Raises `OSError` as opening does."""
     try:
         return Listing.read(path)
-    except (ValueError, pa.ArrowException, OSError) as error:
-        if isinstance(error, FileNotFoundError) or is_passing(error):
-            raise
-        return first_line(error)
+    except (ValueError, pa.ArrowException) as error:
+        return str(error)
 
 
 def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
