@@ -4,13 +4,14 @@ Start reading at `CASES`; `train_real` runs them all.
 """
 
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from rank_nets import HEADS, LENGTH, Mixture, efficient_attention_on_cpu
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import reduced_buckets, watched_steps
-from real_ranks import mesh_of
+from real_ranks import train_cases
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -120,20 +121,18 @@ def training(parallel):
     return Training(optimizer="sgd" if has_shards else "momentum", implementation="foreach")
 
 
+def layout_of(name):
+    return Parallel(**CASES[name].options)
+
+
 def train_real(rank, names):
-    """One of four real processes, which trains those of the cases in which it takes part."""
-    measured = {}
-    for name in names:
-        case = CASES[name]
-        parallel = Parallel(**case.options)
-        mesh = mesh_of(parallel)
-        if rank < parallel.ranks:
-            measured[name] = train(case, parallel, mesh, rank // parallel.of_stage)
-    return measured
+    """One of four real processes."""
+    return train_cases(rank, names, layout_of, partial(train, rank))
 
 
-def train(case, parallel, mesh, place):
-    """Steps of one rank of a case, of which `place` is that among the ranks of `pp`."""
+def train(rank, name, parallel, mesh):
+    """Steps of one rank of a case."""
+    case, place = CASES[name], rank // parallel.of_stage  # among the ranks of `pp`
     with contextlib.ExitStack() as entered:
         batch, target = torch.randn(case.shape), torch.randn(*case.shape[:-1], CLASSES)
         if parallel.degrees.cp > 1:

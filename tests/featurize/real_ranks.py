@@ -58,6 +58,24 @@ def mesh_of(parallel):
     return DeviceMesh("cpu", places, mesh_dim_names=tuple(parallel.axes))
 
 
+def train_cases(rank, names, layout_of, train):
+    """Return what `train(name, parallel, mesh)` gives of each case in which a rank takes part, by its name.
+
+    Args:
+        rank: Of all processes; the layout of a case may have fewer.
+        names: Of the cases.
+        layout_of: Gives the layout of a case by its name.
+        train: Trains a case.
+    """
+    measured = {}
+    for name in names:
+        parallel = layout_of(name)
+        mesh = mesh_of(parallel)  # which all processes make together
+        if rank < parallel.ranks:
+            measured[name] = train(name, parallel, mesh)
+    return measured
+
+
 def assert_like_real(trace, real):
     """Assert that a trace sends what a real rank sent, as `rank_watch.watched_steps` gives it, and has its peak."""
     assert [[one.kind, one.nbytes] for one in trace.collectives] == real["sent"]

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from rank_watch import loss_of, watched_training
-from real_ranks import assert_like_real, mesh_of, some_ranks, with_wide
+from real_ranks import assert_like_real, some_ranks, train_cases, with_wide
 from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
@@ -62,15 +62,13 @@ def training_of(name):
 
 
 def train_real(rank, names):
-    """One of four real processes, which trains the cases in which it takes part."""
-    measured = {}
-    for name in names:
-        parallel = layout_of(name)
-        mesh = mesh_of(parallel)
-        if rank < parallel.ranks:
-            sharded = partial(shard, parallel=parallel, mesh=mesh)
-            measured[name] = watched_training(CASES[name][2](), torch.randn(BATCH, WIDTH), training_of(name), sharded)
-    return measured
+    """One of four real processes."""
+    return train_cases(rank, names, layout_of, train)
+
+
+def train(name, parallel, mesh):
+    sharded = partial(shard, parallel=parallel, mesh=mesh)
+    return watched_training(CASES[name][2](), torch.randn(BATCH, WIDTH), training_of(name), sharded)
 
 
 def traced(name, rank=0):

@@ -7,7 +7,7 @@ import torch
 from rank_nets import LENGTH, Attending, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import loss_of, watched_training
-from real_ranks import assert_like_real, mesh_of, some_ranks, with_wide
+from real_ranks import assert_like_real, some_ranks, train_cases, with_wide
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -115,16 +115,15 @@ def training(name=None):
     return Training(optimizer="momentum", implementation="foreach", clip_norm=1.0)
 
 
+def layout_of(name):
+    return Parallel(**CASES[name][0])
+
+
 def train_real(rank, names):
-    """One of four real processes, which trains the cases in which it takes part."""
-    measured = {"divided": [difference_of_divided(rank, *case) for case in DIVIDED]}
+    """One of four real processes."""
+    divided = [difference_of_divided(rank, *case) for case in DIVIDED]
     with efficient_attention_on_cpu():
-        for name in names:
-            parallel = Parallel(**CASES[name][0])
-            mesh = mesh_of(parallel)
-            if rank < parallel.ranks:
-                measured[name] = train(name, parallel, mesh)
-    return measured
+        return {"divided": divided, **train_cases(rank, names, layout_of, train)}
 
 
 def difference_of_divided(rank, make, shared):
