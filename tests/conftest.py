@@ -260,14 +260,19 @@ def no_answers_of_other_tests(request: pytest.FixtureRequest) -> None:
 WITH_VIEWS_FILE = ("compact", "folder", "full_disk", "read_only", "reader_cannot_write", "stale", "views")
 
 
+@pytest.fixture(scope="module")
+def module_patch() -> Iterator[pytest.MonkeyPatch]:
+    """Patches that last for all tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
 @pytest.fixture(autouse=True, scope="module")
-def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_views_for_other_clients(request: pytest.FixtureRequest, module_patch: pytest.MonkeyPatch) -> None:
     """Leave the views file out of data folders, except in these modules and in tests of faults: writing it takes longer
     than most tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in WITH_VIEWS_FILE:
-            patch.setattr("warehouse.files.views.refresh", lambda folder: None)
-        yield
+    if request.path.parent.name != "faults" and request.path.stem.removeprefix("test_") not in WITH_VIEWS_FILE:
+        module_patch.setattr("warehouse.files.views.refresh", lambda folder: None)
 
 
 @pytest.fixture

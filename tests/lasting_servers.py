@@ -50,11 +50,9 @@ class LastingServer(TrialServer):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def lasting_servers():
+def lasting_servers(module_patch):
     """Have the workers of the tests that import this take such servers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "TrialServer", LastingServer.take)
-        yield
+    module_patch.setattr(worker, "TrialServer", LastingServer.take)
 
 
 @pytest.fixture(autouse=True, scope="session")

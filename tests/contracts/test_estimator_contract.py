@@ -68,15 +68,13 @@ def rows_of(name, target):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_members():
+def few_members(module_patch):
     """Ensembles of two, forests of twenty and six epochs, which are as good for what these tests show as a user's."""
     train = gnn.train
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("gpumemnet_mlp", "gpumemnet_transformer"):
-            patch.setattr(get_estimator(name), "members", 2)
-        patch.setattr(tabular, "TREES", 20)
-        patch.setattr(gnn, "train", lambda *values, epochs: train(*values, epochs=6))
-        yield
+    for name in ("gpumemnet_mlp", "gpumemnet_transformer"):
+        module_patch.setattr(get_estimator(name), "members", 2)
+    module_patch.setattr(tabular, "TREES", 20)
+    module_patch.setattr(gnn, "train", lambda *values, epochs: train(*values, epochs=6))
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The promises of every executor to the dispatcher, run on each: inline, and a real Ray."""
 
 import contextlib
-import dataclasses
 
 import psutil
 import pytest

@@ -28,13 +28,11 @@ def queue(folder):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_sweeps(request):
+def no_sweeps(request, module_patch):
     """Leave out the sweeps of dispatchers in this process, which read the environment of every process of the machine;
     `test_lock.py` shows them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.name != "test_lock.py":
-            patch.setattr("farm.queue.leftovers.sweep_leftovers", lambda: None)
-        yield
+    if request.path.name != "test_lock.py":
+        module_patch.setattr("farm.queue.leftovers.sweep_leftovers", lambda: None)
 
 
 @pytest.fixture

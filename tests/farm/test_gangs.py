@@ -1,5 +1,6 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
+import contextlib
 import os
 from dataclasses import replace
 
@@ -83,18 +84,15 @@ def died(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def executor(died):
+def executor(died, module_patch):
     """One Ray for several tests, which starts for seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
-        patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        executor = make_executor(CUDA, ClusterSettings(kind="ray"))
-        try:
-            executor.start()
-            yield executor
-        finally:
-            executor.close()
+    module_patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
+    module_patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
+    module_patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    executor = make_executor(CUDA, ClusterSettings(kind="ray"))
+    with contextlib.closing(executor):
+        executor.start()
+        yield executor
 
 
 def await_idle(executor, count):

@@ -78,7 +78,7 @@ def write_wheel(folder, name, tag, requires=(), files=(), version=None):
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
+def index(tmp_path_factory, module_patch):
     """A folder of wheels that pip takes for all there is."""
     folder = tmp_path_factory.mktemp("index")
     content = random.Random(0).randbytes(3 << 20)
@@ -100,11 +100,10 @@ def index(tmp_path_factory):
     for name, (tag, requires) in WHEELS.items():
         write_wheel(folder, name, tag, requires, files.get(name, ()))
     write_wheel(folder, "duckdb", "cp39-cp39-win_amd64", version="99.0")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIP_NO_INDEX", "1")
-        patch.setenv("PIP_FIND_LINKS", str(folder))
-        patch.delenv("PIP_INDEX_URL", raising=False)
-        yield folder
+    module_patch.setenv("PIP_NO_INDEX", "1")
+    module_patch.setenv("PIP_FIND_LINKS", str(folder))
+    module_patch.delenv("PIP_INDEX_URL", raising=False)
+    return folder
 
 
 def pip_here(command, *arguments):

@@ -12,15 +12,13 @@ from tests.learn.script_server import PreparedRunner, script_server
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_trees():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tabular.LightGBMEstimator, "rounds", 30)
-        for module in (tabular, hybrid):
-            patch.setattr(module, "FOLDS", 2)
-        for name in ("_MEMORY", "_OTHERS"):
-            patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=25))
-        patch.setattr(step_store, "MANY", 10_000)  # a few dozen jobs are traced here
-        yield
+def few_trees(module_patch):
+    module_patch.setattr(tabular.LightGBMEstimator, "rounds", 30)
+    for module in (tabular, hybrid):
+        module_patch.setattr(module, "FOLDS", 2)
+    for name in ("_MEMORY", "_OTHERS"):
+        module_patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=25))
+    module_patch.setattr(step_store, "MANY", 10_000)  # a few dozen jobs are traced here
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def traced_once(folder):
+def traced_once(folder, module_patch):
     """Every benchmark of `folder` finds the steps that the first one has traced."""
     measured_times = kernel_rows.measured_times
     of_folder = cache(lambda: measured_times(folder, lambda *_: None))
@@ -39,9 +39,7 @@ def traced_once(folder):
     def traced(data, *how):
         return of_folder() if data == str(folder) else measured_times(data, *how)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_rows, "measured_times", traced)
-        yield
+    module_patch.setattr(kernel_rows, "measured_times", traced)
 
 
 def asked(folder, progress=lambda done, of: None, **settings):

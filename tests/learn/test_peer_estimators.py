@@ -254,11 +254,9 @@ def rows():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_members():
+def few_members(module_patch):
     """Ensembles of three, whose mean shows what one of five does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPUMemNetMLP, "members", 3)
-        yield
+    module_patch.setattr(GPUMemNetMLP, "members", 3)
 
 
 @pytest.fixture(scope="module", params=("gpumemnet_mlp", pytest.param("gpumemnet_transformer", marks=pytest.mark.wide)))
