@@ -181,11 +181,11 @@ def kept_at_once() -> Iterator[None]:
 
 
 def keep(values: Mapping[str, Any]) -> None:
-    """Store values, which must fit into JSON, in the user's cache."""
+    """Store values, which must fit into JSON, in the user's cache; objects in them become mappings of their fields."""
     if (waiting := _waiting.get()) is not None:
         waiting.update(values)
     elif values and (cache := user_cache()) is not None:
         cache.write(
-            (f"{code_version()} {name}", json.dumps(value, check_circular=False).encode())
+            (f"{code_version()} {name}", json.dumps(value, check_circular=False, default=vars).encode())
             for name, value in values.items()
         )
