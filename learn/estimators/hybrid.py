@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,7 +21,6 @@ import numpy as np
 
 from conf.files.identity import version_of
 from featurize.device.device_spec import plain_device
-from featurize.operators.table import VOCABULARY
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
@@ -39,7 +38,7 @@ from learn.estimators.tabular import cross_fit, group_folds
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
-from learn.rows.step_store import StepRecord, StepStore, traced_column
+from learn.rows.step_store import COUNTS, StepRecord, StepStore, traced_column
 
 # Features as a person reads them: feature -> its name in words, and the format of its value.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -119,22 +118,35 @@ class Familiarity:
             modules=sorted({str(module) for module in rows.module if "/" in str(module)}),
         )
 
+    @cached_property
+    def _familiar(self) -> list[tuple[str, float, float]]:
+        """Each feature with the least and the most familiar value."""
+        limits = []
+        for name in _RANGES:
+            low, high = self.ranges[name]
+            slack = _SLACK * max(high - low, 1.0)
+            if name != "net_log_tokens" or high > 0:  # else no fitted network had attention, which is reported anyway
+                limits.append((name, low - slack, high + slack))
+        return limits
+
+    @cached_property
+    def _new_kinds(self) -> list[tuple[str, str]]:
+        """Each operator class that no fitted network had, and the feature that counts it."""
+        return [(kind, count) for kind, count in COUNTS if kind not in self.kinds]
+
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar:
         """Return how the case is unlike the fitted ones, empty if it is not."""
         values, reasons = record.values, list[str]()
         axes, wider = set[str](), list[str]()
-        for name, (words, write) in _RANGES.items():
-            low, high = self.ranges[name]
-            if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is reported below
-                continue
-            slack = _SLACK * max(high - low, 1.0)
-            if not low - slack <= values[name] <= high + slack:
-                reasons.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
+        for name, least, most in self._familiar:
+            if not least <= values[name] <= most:
+                words, write = _RANGES[name]
+                low, high = map(write, self.ranges[name])
+                reasons.append(f"{words} {write(values[name])}, fitted on {low} to {high}")
                 # A smaller batch must not have a higher bound than a larger one.
-                if not (name.startswith("job_") and values[name] < low):
+                if not (name.startswith("job_") and values[name] < least):
                     wider.append(RANGE)
-        kinds = record.operator_kinds.difference(self.kinds)
-        if new := [kind for kind in VOCABULARY if kind in kinds]:
+        if new := [kind for kind, count in self._new_kinds if values.get(count)]:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
             axes.add(OPERATORS)
             wider.append(OPERATORS)
@@ -411,9 +423,12 @@ class HybridEstimator(Estimator):
         return (*names, _TORCH)
 
     def _table(self, cases: Sequence[Case], records: Sequence[StepRecord]) -> np.ndarray:
-        row_of = itemgetter(*self._columns)
-        rows = (row_of({**record.values, _TORCH: _torch(case)}) for case, record in zip(cases, records, strict=True))
-        return np.array(list(rows), dtype=float)
+        place = self._columns.index(_TORCH)
+        features_of = itemgetter(*self._columns[:place], *self._columns[place + 1 :])
+        rows = [list(features_of(record.values)) for record in records]
+        for row, case in zip(rows, cases, strict=True):
+            row.insert(place, _torch(case.torch_version))
+        return np.array(rows, dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
         """Return the features that the scale is learned from. For memory, features that depend on the batch are left
@@ -573,9 +588,10 @@ def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
 
-def _torch(case: Case) -> float:
-    """Return PyTorch's release in the case's environment, else the installed one, as a number: 2.04 for 2.4.1."""
-    major, minor = torch_release(case.torch_version).split(".")
+@functools.cache
+def _torch(version: str | None) -> float:
+    """Return the release of torch of a case's environment as a number, 2.04 for 2.4.1; None: of the installed one."""
+    major, minor = torch_release(version).split(".")
     return int(major) + int(minor) / 100
 
 

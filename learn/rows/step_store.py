@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 RowsT = TypeVar("RowsT", bound=Rows)
 _SHARE = "net_share_elements_"
-_COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]
+COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]  # operator class, and the feature that counts it
 _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power": "job_priced_power_w"}
 
 
@@ -73,7 +73,7 @@ class StepRecord:
     @cached_property
     def operator_kinds(self) -> frozenset[str]:
         """The operator classes of the forward pass."""
-        return frozenset(kind for kind, name in _COUNTS if self.values.get(name))
+        return frozenset(kind for kind, name in COUNTS if self.values.get(name))
 
     def to_bytes(self) -> bytes:
         """Return the record as bytes to store."""
