@@ -72,7 +72,7 @@ def _make_estimates(
     beyond = beyond_fits(request.job)
     for draft in drafts:
         draft.attempt(Draft.choose_sources, models, beyond)
-    models.ask((question for draft in drafts if draft.error is None for question in draft.questions), traces)
+    models.ask(traces)
     outcomes: list[tuple[Estimate | CommandError, SimulatedStep | None]] = []
     for draft in drafts:
         try:
@@ -80,10 +80,10 @@ def _make_estimates(
         except CommandError as error:
             outcomes.append((error, draft.traced))
     seconds = (time.monotonic_ns() - began) / 1e9 / len(drafts)
-    return [
-        (outcome.with_values(seconds=seconds) if isinstance(outcome, Estimate) else outcome, traced)
-        for outcome, traced in outcomes
-    ]
+    for outcome, _ in outcomes:
+        if isinstance(outcome, Estimate):
+            object.__setattr__(outcome, "seconds", seconds)  # frozen, but not shared yet
+    return outcomes
 
 
 def _estimate_of(outcome: Estimate | CommandError) -> Estimate:

@@ -50,7 +50,7 @@ class Draft:
     traced      the step; None where it cannot be traced, and `failure` is the reason
     alone       the job with the longest of its batches in every step
     case        the estimators' input
-    questions   questions to fitted models, asked between `choose_sources` and `finish`
+    questions   questions to fitted models, asked between `choose_sources` and `finish`, and the case's index in each
     models_home path of the data folder's models
     memory      the figure and its bound; None: not answered yet
     figures     column of each further target -> the figure
@@ -67,7 +67,7 @@ class Draft:
         self.case = self._case()
         self.traced: SimulatedStep | None = None
         self.failure: CommandError | None = None
-        self.questions: list[ModelQuestion] = []
+        self.questions: list[tuple[ModelQuestion, int]] = []
         self.models_home = ""
         self.memory: Memory | None = None
         self.figures: dict[str, float] = {}
@@ -197,20 +197,25 @@ class Draft:
 
     def _take_model_answers(self) -> None:
         """Take the figures of fitted models, and note the targets without one."""
-        notes: list[Note] = []
+        targets: dict[tuple[str, str, str], list[str]] = {}  # code, severity and text of a note -> its targets
         absent: list[str] = []
-        for question in self.questions:
-            if question.error is not None:
-                raise question.error
-            notes += question.notes
-            if question.figure is None:
-                absent.append(question.target)
+        for question, index in self.questions:
+            target, answer = question.target, question.answers.get(index)
+            if isinstance(answer, CommandError):
+                raise answer
+            for text in question.passed_over:
+                targets.setdefault(("stale-model", WARNING, text), [])
+            if answer is None:
+                absent.append(target)
                 continue
-            self._set(question.target, question.figure, question.model, loop_named(question.case.training_loop))
-            if question.target == "memory":
-                self.beyond_fit = question.packaged and question.outside
-                self.memory = question.memory or self.memory
-        self.notes += _merge(notes)
+            for remark in answer.remarks:
+                targets.setdefault(remark, []).append(target)
+            self._set(target, answer.figure, question.model, loop_named(question.looped or self.case.training_loop))
+            if target == "memory":
+                self.beyond_fit = question.packaged and answer.outside
+                self.memory = answer.memory or self.memory
+        for (code, severity, text), names in targets.items():
+            self.notes.append(Note(code, severity, f"{', '.join(names)}: {text}" if names else text, tuple(names)))
         if absent:
             text = (
                 f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
@@ -459,17 +464,6 @@ def trace_together(drafts: Sequence[Draft], traces: Traces | None) -> None:
     steps = steps_of(job, devices, allocator=allocator, timeline=timeline, traces=traces)
     for draft, step in zip(ready, steps, strict=True):
         draft.attempt(Draft.take_step, step)
-
-
-def _merge(notes: list[Note]) -> list[Note]:
-    """Merge notes of equal text on several targets into one; the targets' names then begin its text."""
-    targets: dict[tuple[str, str, str], list[str]] = {}
-    for note in notes:
-        targets.setdefault((note.code, note.severity, note.text), []).extend(note.targets)
-    return [
-        Note(code, severity, f"{', '.join(names)}: {text}" if names else text, tuple(names))
-        for (code, severity, text), names in targets.items()
-    ]
 
 
 def _note_on_two_loops(loops: Mapping[str, str]) -> list[Note]:

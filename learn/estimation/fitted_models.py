@@ -6,14 +6,14 @@ questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
 from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
-from learn.estimation.notes import INFO, TARGETS, WARNING, Note
+from learn.estimation.notes import INFO, TARGETS, WARNING
 from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, versions
 from learn.job.traced import steps_of
@@ -30,33 +30,41 @@ if TYPE_CHECKING:
     from learn.rows.step_store import StepStore
 
 
+class ModelAnswer(NamedTuple):
+    """A model's answer about one target of one case.
+
+    figure   the target's figure
+    memory   the figure with its bound, if it is memory and the model's bound is calibrated
+    outside  whether the model was not fitted on such jobs
+    remarks  code, severity and text of each note on the figure
+    """
+
+    figure: float
+    memory: Memory | None
+    outside: bool
+    remarks: Sequence[tuple[str, str, str]]
+
+
 @dataclass
 class ModelQuestion:
-    """A target's question to a fitted model, and the answer once the model was asked.
+    """A question to one fitted model, about one target of a job on several GPU models.
 
     artifact    the model; None if none knows the target
     packaged    whether the model is packaged
-    case        the case to estimate
-    looped      whether that is the estimate's case in a plain loop
-    traced      the case's step, if it is traced already
-    notes       notes on models that were passed over, then those on the answer
-    figure      the target's figure; None where the model does not know the case
-    memory      the figure with its bound, if the model's bound is calibrated
-    outside     whether the model was not fitted on such jobs
-    error       the error instead of an answer
+    passed_over texts on newer models that cannot be asked
+    looped      whether the question is about the job in a plain loop, and the estimate is not
+    cases       the cases to estimate
+    answers     index of a case -> its answer, or the error instead of an estimate, once the model was asked; a case
+                that the model does not know is missing
     """
 
     target: str
     artifact: Artifact | None
     packaged: bool
-    case: Case
+    passed_over: Sequence[str]
     looped: bool
-    traced: SimulatedStep | None
-    notes: list[Note]
-    figure: float | None = None
-    memory: Memory | None = None
-    outside: bool = False
-    error: CommandError | None = None
+    cases: list[Case] = field(default_factory=list)
+    answers: Mapping[int, ModelAnswer | CommandError] = field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -66,7 +74,8 @@ class ModelQuestion:
 
 
 class FittedModels:
-    """The fitted models that may answer, opened once for all cases: the data folder's, and the packaged ones.
+    """The fitted models that may answer about a job, opened once for all GPU models: the data folder's, and the
+    packaged ones.
 
     Args:
         options: The options of the estimates.
@@ -75,12 +84,15 @@ class FittedModels:
 
     def __init__(self, options: AnswerOptions, steps: StepStore) -> None:
         self._options, self._steps = options, steps
+        self._chosen: dict[str, list[ModelQuestion]] = {}  # GPU model, or "" for all -> a question for each target
+        self._questions: dict[tuple[object, ...], ModelQuestion] = {}  # by what distinguishes them
+        self._traced: dict[int, SimulatedStep] = {}  # id of a case -> its step
 
     @cached_property
     def _folder(self) -> DataFolder:
         return DataFolder.resolve(self._options.data)
 
-    @property
+    @cached_property
     def home(self) -> str:
         """The path of the data folder's models."""
         return str(self._folder.models)
@@ -100,13 +112,9 @@ class FittedModels:
             and self._options.estimator in (None, artifact.meta["estimator"])
         }
 
-    def choose(self, case: Case, traced: SimulatedStep | None) -> list[ModelQuestion]:
-        """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
-        else the packaged one.
-
-        Published rows were measured in plain loops, which wait for their input; the farm's trials keep one batch on the
-        device. Each model is asked about the loop that it was fitted on. Where a `loop` is requested, only models of
-        that loop answer; memory, which hardly depends on the loop, is answered by any.
+    def choose(self, case: Case, traced: SimulatedStep | None) -> list[tuple[ModelQuestion, int]]:
+        """Choose a model for each target, and add the case to its question. Return the questions, with the index of the
+        case in each.
 
         Args:
             case: The case to estimate.
@@ -115,6 +123,26 @@ class FittedModels:
         Raises:
             UsageError: The named estimator is not fitted for memory.
             StaleArtifact: The named model was fitted with other features.
+        """
+        known_by = case.device if any(self._kept.values()) else ""  # the packaged models are for all GPU models
+        if known_by not in self._chosen:
+            self._chosen[known_by] = self._choose(case)
+        if traced is not None:
+            self._traced[id(case)] = traced
+        in_plain_loop = _in_plain_loop(case)
+        questions = []
+        for question in self._chosen[known_by]:
+            questions.append((question, len(question.cases)))
+            question.cases.append(in_plain_loop if question.looped else case)
+        return questions
+
+    def _choose(self, case: Case) -> list[ModelQuestion]:
+        """Return for each target a question to the newest fitted model that knows the case's family and device: the
+        data folder's, else the packaged one.
+
+        Published rows were measured in plain loops, which wait for their input; the farm's trials keep one batch on the
+        device. Each model is asked about the loop that it was fitted on. Where a `loop` is requested, only models of
+        that loop answer; memory, which hardly depends on the loop, is answered by any.
         """
         named, loop = self._options.estimator, self._options.loop
         wanted: Wanted = {
@@ -130,54 +158,66 @@ class FittedModels:
             advice = f"fit one: python -m learn.fit target=memory estimator={named}"
             raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
         learnt: Wanted = {**wanted, "learnt": True}
-        questions, looped = [], _in_plain_loop(case)
+        questions = []
         for target in TARGETS:
-            newest, notes = None, list[Note]()
+            newest, passed_over = None, tuple[str, ...]()
             try:
                 newest = find_latest(self._kept[target], target, **learnt)
             except StaleArtifact as error:
                 if named is not None:
                     raise
-                notes.append(Note("stale-model", WARNING, str(error)))
+                passed_over = (str(error),)
             known = [model for model in (newest, self._packaged.get(target)) if model is not None]
             of_loop = (model for model in known if target == "memory" or loop in (None, *model.loops))
             artifact = next(of_loop, None)
-            is_looped = artifact is not None and artifact.loops == {PIPELINE} and looped is not case
-            asked, step = (looped, None) if is_looped else (case, traced)
-            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, is_looped, step, notes))
+            of_plain_loops = artifact is not None and artifact.loops == {PIPELINE}
+            looped = of_plain_loops and _in_plain_loop(case) is not case
+            question = ModelQuestion(target, artifact, artifact is not newest, passed_over, looped)
+            questions.append(self._questions.setdefault((target, artifact and artifact.path, passed_over), question))
         return questions
 
-    def ask(self, questions: Iterable[ModelQuestion], traces: Traces | None) -> None:
-        """Ask each model once for all its questions about one job, and store the answers in them. `traces` as in
-        `learn.job.traced.steps_of`."""
-        of_model: dict[int, tuple[Artifact, list[ModelQuestion]]] = {}
-        of_case: dict[int, ModelQuestion] = {}
+    def ask(self, traces: Traces | None) -> None:
+        """Ask each model once for all cases, which are of one job, and store the answers in the questions. `traces` as
+        in `learn.job.traced.steps_of`."""
+        questions = list(self._questions.values())
+        self._lend([question for question in questions if question.artifact is not None], traces)
         for question in questions:
             if question.artifact is not None:
-                of_model.setdefault(id(question.artifact), (question.artifact, []))[1].append(question)
-                of_case[id(question.case)] = question
-        self._lend([question for question in of_case.values() if not question.looped])
-        self._lend(_traced([question for question in of_case.values() if question.looped], traces))
-        for artifact, alike in of_model.values():
-            try:
-                prediction = artifact.estimator.predict([question.case for question in alike], self._steps)
-            except CommandError as error:
-                for question in alike:
-                    question.error = error
-                continue
-            bounded = self._bound_memory(artifact, prediction) if alike[0].target == "memory" else {}
-            for row, (question, figure) in enumerate(zip(alike, prediction.point.tolist(), strict=True)):
-                if (refusal := prediction.refusals.get(row)) is None:
-                    question.figure, question.memory = figure, bounded.get(row)
-                    question.outside = row in prediction.outside
-                    question.notes += _notes_on_answer(question, artifact, prediction, row)
-                elif question.target == "memory" and (named := self._options.estimator) is not None:
-                    question.error = UsageError(f"estimator={named} has no answer: {refusal}")
+                question.answers = self._answers(question, question.artifact)
 
-    def _lend(self, questions: Sequence[ModelQuestion]) -> None:
-        """Make the records of cases that are traced."""
-        traced = [(question.case, question.traced) for question in questions if question.traced is not None]
-        self._steps.lend([case for case, _ in traced], [step for _, step in traced])
+    def _lend(self, questions: Sequence[ModelQuestion], traces: Traces | None) -> None:
+        """Make the records of traced cases, and of those in a plain loop, which are traced here. A step that cannot be
+        traced raises its error where its record is read."""
+        in_place = {id(case): case for question in questions if not question.looped for case in question.cases}
+        self._steps.lend((case, self._traced[key]) for key, case in in_place.items() if key in self._traced)
+        looped = {id(case): case for question in questions if question.looped for case in question.cases}
+        if cases := list(looped.values()):
+            specs = [case.spec for case in cases if case.spec is not None]
+            self._steps.lend(zip(cases, steps_of(cases[0].job, specs, traces=traces), strict=True))
+
+    def _answers(self, question: ModelQuestion, artifact: Artifact) -> dict[int, ModelAnswer | CommandError]:
+        """Ask a model, and return its answers as in `ModelQuestion.answers`."""
+        try:
+            prediction = artifact.estimator.predict(question.cases, self._steps)
+        except CommandError as error:
+            return dict.fromkeys(range(len(question.cases)), error)
+        of_memory, named = question.target == "memory", self._options.estimator
+        bounded = self._bound_memory(artifact, prediction) if of_memory else {}
+        of_loop = ", for a plain training loop with its input pipeline" if question.looped else ""
+        fitted_on = f"fitted on {', '.join(artifact.meta['rows']['source'])} rows{of_loop}"
+        warnings = [("estimator", WARNING, text) for text in prediction.warnings]
+        answers: dict[int, ModelAnswer | CommandError] = {}
+        for row, figure in enumerate(prediction.point.tolist()):
+            if (refusal := prediction.refusals.get(row)) is None:
+                unlike = [
+                    ("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}")
+                    for text in prediction.unfamiliar.get(row, ())
+                ]
+                remarks = (*warnings, *unlike, ("fitted-rows", INFO, fitted_on))
+                answers[row] = ModelAnswer(figure, bounded.get(row), row in prediction.outside, remarks)
+            elif of_memory and named is not None:
+                answers[row] = UsageError(f"estimator={named} has no answer: {refusal}")
+        return answers
 
     def _bound_memory(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
         """Return each row's memory with its bound, calibrated on left-out groups, or on held-out rows where the fit
@@ -203,29 +243,8 @@ class FittedModels:
         return bounded
 
 
-def _notes_on_answer(question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int) -> list[Note]:
-    target = (question.target,)
-    unlike = [f"unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(row, ())]
-    of_loop = ", for a plain training loop with its input pipeline" if question.looped else ""
-    fitted_on = f"fitted on {', '.join(artifact.meta['rows']['source'])} rows{of_loop}"
-    return [
-        *(Note("estimator", WARNING, text, target) for text in prediction.warnings),
-        *(Note("unlike-fitted", WARNING, text, target) for text in unlike),
-        Note("fitted-rows", INFO, fitted_on, target),
-    ]
-
-
 def _in_plain_loop(case: Case) -> Case:
     """Return the case in a plain loop."""
     if case.training_loop or case.spec is None:
         return case
     return replace(case, training_loop=True, module=case.module and replace(case.module, training_loop=True))
-
-
-def _traced(questions: Sequence[ModelQuestion], traces: Traces | None) -> Sequence[ModelQuestion]:
-    """Trace the step of one job's questions. A step that cannot be traced raises its error where its record is read."""
-    if questions:
-        specs = [question.case.spec for question in questions if question.case.spec is not None]
-        for question, step in zip(questions, steps_of(questions[0].case.job, specs, traces=traces), strict=True):
-            question.traced = None if isinstance(step, CommandError) else step
-    return questions

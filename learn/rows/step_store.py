@@ -260,11 +260,15 @@ class StepStore:
         """Store this record in memory, replacing an earlier one of the case."""
         self._records[_key(case)] = record, case.module
 
-    def lend(self, cases: Sequence[Case], traced: Sequence[SimulatedStep]) -> None:
-        """Make the records of one job's cases on several GPU models from these traces, replayed with the default
-        allocator, unless records are loaded. The records' graphs are packed on first use."""
-        pairs = zip(cases, traced, strict=True)
-        missing = [(case, step) for case, step in pairs if case.spec is not None and self._at_hand(case) is None]
+    def lend(self, traced: Iterable[tuple[Case, SimulatedStep | CommandError]]) -> None:
+        """Make the records of one job's cases on several GPU models from their steps, replayed with the default
+        allocator, unless records are loaded; a case that cannot be traced gets none. The records' graphs are packed on
+        first use."""
+        missing = [
+            (case, step)
+            for case, step in traced
+            if not isinstance(step, CommandError) and case.spec is not None and self._at_hand(case) is None
+        ]
         if missing:
             records = records_of_steps([step for _, step in missing], missing[0][0].job)
             for (case, _), record in zip(missing, records, strict=True):

@@ -1,6 +1,7 @@
 """`estimate` on modules, factories, configs and past runs, as a call and as a command."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import shutil
@@ -16,7 +17,8 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import get_family, mlp
 from featurize.training.training_step import Training
-from learn import FitSettings, estimate, fit
+from learn import FitSettings, devices_that_fit, estimate, fit
+from learn.estimation import answers
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
 from learn.job.training_job import of_configs
 from tests.featurize.small_nets import Computes, linear_then
@@ -166,6 +168,22 @@ def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_i
     with torch.inference_mode():
         estimate(lambda: nn.Sequential(nn.Linear(torch.randint(8, 9, ()).item(), 8), nn.Dropout()), (4, 8))
         assert torch.is_inference_mode_enabled() and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_table_asks_each_model_about_the_gpu_models_that_it_knows(data, monkeypatch):
+    monkeypatch.setenv("GPUFARM_CACHE", "off")
+    names = ["T4", "A100-SXM4-40GB", "H200-SXM-141GB"]
+    answers.clear()
+    table = [one.estimate for one in devices_that_fit(CONFIG, devices=names, data=data)]
+    own = f"lightgbm {find_latest(data, 'memory').version}"
+    assert [done.answered_by["memory"] for done in table] == [DEFAULT, own, DEFAULT]
+    for done in table:
+        answers.clear()
+        single = estimate(CONFIG, data=data, device=done.device)
+        assert dataclasses.replace(done, seconds=single.seconds) == single
+    *_, known, unknown = devices_that_fit(CONFIG, devices=names, data=data, estimator="lightgbm")
+    assert known.estimate.answered_by["memory"] == own
+    assert "no fitted model for target=memory with estimator=lightgbm, family=mlp, device=H200" in unknown.problem
 
 
 def test_a_model_of_another_family_or_device_does_not_answer(data):

@@ -160,5 +160,5 @@ def test_a_module_is_known_by_itself_and_lends_its_trace(steps, traced):
         traced.clear()  # it would keep all workloads
     assert parameters == sorted(set(parameters))
     lent = case(50)
-    steps.lend([lent], [step_of(lent.job, lent.spec)])
+    steps.lend([(lent, step_of(lent.job, lent.spec))])
     assert steps.features(lent)["net_log_parameters"] > parameters[-1] and not traced
