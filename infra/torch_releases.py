@@ -21,6 +21,7 @@ NEEDED = (
     "pyyaml",
     "pyarrow",
     "jinja2",
+    "msgpack",
     "hydra-core",
     "rich",
     "duckdb",

@@ -4,7 +4,7 @@ Start reading at `traced`. A stale trace is worse than a slow one, so a key cove
 `config_key` for trial configs; for modules `fingerprint_of`; for all else a `Fingerprint`, the hash of a job's pickle,
 with tensors, functions and classes reduced to what affects a trace. A `State` is compared with a later one of the same
 process: tensors are compared by address. A job that nothing can identify has no key; its traces live only as long as
-their owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since the file could contain
+their owner. On disk a trace is plain values, each checked when read (`trace_of_json`), since the file could contain
 anything; traces of pipelines and of batches of several shapes have no such form.
 """
 

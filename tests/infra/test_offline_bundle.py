@@ -47,8 +47,9 @@ WHEELS = {
     "prometheus_client": ("py3-none-any", ()),
     "pytest": ("py3-none-any", ("packaging", 'attrs; extra == "dev"')),
     "numpy": (f"{TAG}-{TAG}-{COMPILED}", ()),
-    "ray": (f"{TAG}-{TAG}-{COMPILED}", ("filelock", "msgpack")),
-    "msgpack": ("py3-none-any", ()),
+    "ray": (f"{TAG}-{TAG}-{COMPILED}", ("filelock", "msgpack", "protobuf")),
+    "protobuf": ("py3-none-any", ()),
+    "msgpack": (f"{TAG}-{TAG}-manylinux2014_x86_64", ()),
     **dict.fromkeys(("filelock", "fsspec", "jinja2"), ("py3-none-any", ())),  # which torch brings
 }
 VERSIONS = dict(line.split("==") for line in bundles.CONSTRAINTS.read_text().splitlines() if "==" in line)
@@ -168,8 +169,8 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
         assert manifest_of(part) == manifest_of(folder / "part-1")
     archives = manifest_of(folder / "part-1")["archives"]
     assert {name: archive["part"] for name, archive in archives.items()} == bundles.PARTS
-    of_core = {name.replace("_", "-") for name in WHEELS} - {"numpy", "ray", "msgpack", "filelock", "fsspec", "jinja2"}
-    assert [archives[name]["packages"].keys() for name in ("core", "ray")] == [of_core, {"ray", "msgpack"}]
+    of_core = {name.replace("_", "-") for name in WHEELS} - {"numpy", "ray", "protobuf", "filelock", "fsspec", "jinja2"}
+    assert [archives[name]["packages"].keys() for name in ("core", "ray")] == [of_core, {"ray", "protobuf"}]
     assert any("/part-2: ray: 3.0 MiB" in line for line in table)
 
 
@@ -192,7 +193,7 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert (done.returncode, report["cwd"]) == (7, str(target)) and report["duckdb"].startswith(f"{site}/")
     assert report["argv"] == ["test,collect", "minutes=8", f"results={tmp_path}/out"]
     # All parts lie beside the script that time, so Ray is added.
-    assert "installed ray: msgpack 30.0, ray " in done.stdout and not (target / "partial").exists()
+    assert "installed ray: protobuf 30.0, ray " in done.stdout and not (target / "partial").exists()
     ray = target / "ray" / "site" / "ray"
     assert os.access(ray / "raylet", os.X_OK) and (ray / "more.py").exists() and not (ray / "jars").exists()
 
