@@ -100,16 +100,17 @@ def trace_config(
     return trace_cache.traced(trace_cache.config_key(config, config.layout), spec, training_loop, trace)
 
 
+DEFAULT_SETTINGS = Training()
+
+
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
     inputs: Tensor | Inputs | Callable[..., Any] | None,
     target: Tensor | None = None,
     loss: Callable[..., Tensor] | None = None,
-    optimizer: str | None = None,
-    precision: str | None = None,
-    device: str | DeviceSpec = DEFAULT_DEVICE,
     *,
-    settings: TrainingSettings | None = None,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    settings: TrainingSettings = DEFAULT_SETTINGS,
     training_loop: bool = True,
     batches: Sequence[Tensor | Inputs | Callable[..., Any]] = (),
     parallel: Parallel | None = None,
@@ -125,9 +126,8 @@ def trace_step(
                           (`featurize.recording.values`), which models read
     target     class indices; None uses the loss that the output holds, or creates indices to suit the output
     loss       `loss(output, target)`; None uses cross entropy of the output, its `logits` or its first tensor
-    optimizer, precision  as `featurize.job.training_settings.Training` has them: adam and fp32 by default
     device     the GPU model whose kernels are used: its architecture decides which attention kernels there are
-    settings   all training settings at once, instead of `optimizer` and `precision`: a `Training` has many more
+    settings   the training's: Adam in fp32 by default
     training_loop  the usual loop: each step's batch is copied to the device while the previous one is alive, and output
                and loss live until the next ones are assigned. Without, the batch is on the device and the step
                leaves nothing behind, as in the farm's own trials.
@@ -149,10 +149,6 @@ def trace_step(
     reads a value (`.item()`), and `UsageError` for unknown names.
     """
     complete()
-    if settings is None:
-        settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
-    elif optimizer is not None or precision is not None:
-        raise TypeError("optimizer and precision are part of settings: give either")
     if parallel is not None:
         require_traceable(parallel)
     spec = describe_device(device)

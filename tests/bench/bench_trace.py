@@ -48,6 +48,7 @@ def large_model() -> None:
     """A language model of 7 billion parameters in bf16 autocast; prints what the process took."""
     import torch
 
+    from featurize.job.training_settings import Training
     from featurize.nets.vision import import_library
     from featurize.trace.tracer import trace_step
 
@@ -56,8 +57,7 @@ def large_model() -> None:
     trace = trace_step(
         lambda: library.LlamaForCausalLM(library.LlamaConfig()),
         torch.zeros(1, 2048, dtype=torch.long, device="meta"),
-        optimizer="adamw",
-        precision="bf16",
+        settings=Training(optimizer="adamw", precision="bf16"),
     )
     seconds = time.perf_counter() - began
     with open("/proc/self/status") as status:  # not ru_maxrss: a child can have its parent's

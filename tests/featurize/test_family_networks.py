@@ -9,6 +9,7 @@ from family_table import FAMILY
 
 from featurize.device.device_spec import load_device
 from featurize.families import dlrm, gnn, gpt, layers_of, loss_of, moe, rnn, timm, vit
+from featurize.job.training_settings import Training
 from featurize.nets import vision
 from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
 from featurize.nets.prenorm import RoutedExperts
@@ -172,7 +173,9 @@ def test_a_step_takes_what_transformers_own_gpt2_takes(precision):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, use_cache=False))
 
     own = trace_config(config)
-    other = trace_step(theirs, lambda on: gpt.batch(config, on), precision=precision, training_loop=False)
+    other = trace_step(
+        theirs, lambda on: gpt.batch(config, on), settings=Training(precision=precision), training_loop=False
+    )
     assert own.parameters == other.parameters
     assert own.breakdown == pytest.approx(other.breakdown, rel=1e-3, abs=2**17)
     assert own.flops == pytest.approx(other.flops, rel=1e-5)

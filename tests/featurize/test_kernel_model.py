@@ -155,7 +155,7 @@ CALLS = as_calls(
 @pytest.fixture(scope="module")
 def layer():
     batch = torch.empty(2048, 512, device="meta")
-    return trace_step(lambda: nn.Linear(512, 2048), batch, optimizer="sgd", training_loop=False)
+    return trace_step(lambda: nn.Linear(512, 2048), batch, settings=Training(optimizer="sgd"), training_loop=False)
 
 
 @pytest.mark.parametrize("framework, launches", [(EAGER, 20 + 5 * 100), (MEGATRON, 20 + 5 * 58), (GRAPHS, 0)])

@@ -35,7 +35,7 @@ def model_of(name):
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_step_with_a_mask_and_the_models_own_loss_is_traced_under_autocast(name, attention):
     model = model_of(name)
-    trace = trace_step(lambda: model.build(attention), model.batch(), precision="bf16")
+    trace = trace_step(lambda: model.build(attention), model.batch(), settings=Training(precision="bf16"))
     assert {op.phase for op in trace.operators} == {"forward", "backward", "optimizer"}
     # Two states of the optimizer, as large as the gradients of two steps.
     assert bytes_of(trace, "optimizer_state") == bytes_of(trace, "gradient")
@@ -125,7 +125,7 @@ def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bi
 
     batch = {"x": torch.ones(2, length, 16), "mask": torch.ones(2, length, dtype=torch.long)}
     model = Computes(attend, line=nn.Linear(16, 16))
-    trace = trace_step(model, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
+    trace = trace_step(model, batch, loss=lambda y, _: y.float().mean(), settings=Training(precision="bf16"))
     names = [op.name for op in trace.operators if op.phase == "forward"]
     assert "aten::_scaled_dot_product_efficient_attention" in names
     assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)

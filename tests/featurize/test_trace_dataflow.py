@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from featurize.job.training_settings import Training
 from featurize.recording.block_record import NOBODY, BlockRecord
 from featurize.recording.step_trace import BATCH
 from featurize.trace.tracer import trace_step
@@ -51,7 +52,7 @@ def of_layer(function):
 
 
 def traced(model, rows=N, **more):
-    return trace_step(model, torch.empty(rows, WIDTH, device="meta"), optimizer="sgd", **more)
+    return trace_step(model, torch.empty(rows, WIDTH, device="meta"), settings=Training(optimizer="sgd"), **more)
 
 
 def summed(function):

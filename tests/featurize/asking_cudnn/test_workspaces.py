@@ -7,6 +7,7 @@ from torch import nn
 from featurize.cudnn.oracle import cudnn_of
 from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings
 from featurize.device.device_spec import load_device
+from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import (
     convolution_workspaces,
     for_release,
@@ -90,7 +91,7 @@ LARGE, SMALL = (2, 64, 16, 16), (2, 32, 8, 8)  # of an image
         ),
         pytest.param(
             (nn.Conv2d(64, 64, 3, padding=1, groups=64),),
-            {"precision": "fp16"},
+            {"settings": Training(precision="fp16")},
             [(way, LARGE, (64, 1, 3, 3), LARGE, *OF_ONES, "float16", False) for way in ("forward", "weight_gradient")],
             id="depthwise in fp16",
         ),
@@ -105,7 +106,7 @@ LARGE, SMALL = (2, 64, 16, 16), (2, 32, 8, 8)  # of an image
         ),
         pytest.param(
             (nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last),),
-            {"precision": "bf16"},
+            {"settings": Training(precision="bf16")},
             [
                 (way, LARGE, (32, 64, 3, 3), (2, 32, 14, 14), *PLAIN, "bfloat16", True)
                 for way in ("forward", "weight_gradient")
