@@ -105,23 +105,28 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> [N, classes]."""
+    from torch import nn
+
     from featurize.nets import modules
+
+    def stack(layer: type[nn.Module], count: int) -> modules.Stack:
+        # A callable activation: a new module in every layer, since `prelu` has a parameter.
+        sizes = config.embedding_size, config.heads, config.feed_forward, config.dropout
+        layers = [
+            layer(*sizes, activation=modules.activation(config.activation), batch_first=True) for _ in range(count)
+        ]
+        return modules.Stack(layers, recompute=config.activation_checkpointing)
 
     plain, crossed = stages(config)
     return modules.TransformerClassifier(
+        stack(nn.TransformerEncoderLayer, plain),
+        stack(nn.TransformerDecoderLayer, crossed) if crossed else None,
         vocabulary=config.vocabulary_size,
         length=config.sequence_length,
         width=config.embedding_size,
-        heads=config.heads,
-        inner=config.feed_forward,
-        encoder_layers=plain,
-        decoder_layers=crossed,
         causal=config.topology == "decoder",
         classes=config.classes,
-        activation_name=config.activation,
-        dropout=config.dropout,
         softmax=config.softmax,
-        recompute=config.activation_checkpointing,
     )
 
 

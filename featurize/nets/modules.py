@@ -142,46 +142,29 @@ def transition(inputs: int, outputs: int, style: ConvStyle, *, shrink: bool) -> 
 
 
 class TransformerClassifier(nn.Module):
-    """Tokens [N, L] -> [N, classes]. `encoder_layers` of self-attention (`causal`: each position sees earlier ones
-    only), then `decoder_layers`, causal, which read the encoder's output and start from the embedded tokens again."""
+    """Tokens [N, L] -> [N, classes]. An encoder of self-attention (`causal`: each position sees earlier ones only),
+    then a decoder, causal, which reads the encoder's output and starts from the embedded tokens again."""
 
     def __init__(
         self,
+        encoder: nn.Module,
+        decoder: nn.Module | None,
         *,
         vocabulary: int,
         length: int,
         width: int,
-        heads: int,
-        inner: int,
-        encoder_layers: int,
-        decoder_layers: int,
         causal: bool,
         classes: int,
-        activation_name: str,
-        dropout: float,
         softmax: bool,
-        recompute: bool,
     ):
         super().__init__()
-
-        def stack(layer: type[nn.Module], count: int) -> Stack:
-            # a callable activation: a new module in every layer, since `prelu` has a parameter
-            return Stack(
-                [
-                    layer(width, heads, inner, dropout, activation=activation(activation_name), batch_first=True)
-                    for _ in range(count)
-                ],
-                recompute=recompute,
-            )
-
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions_1LE = nn.Parameter(torch.zeros(1, length, width))
-        self.encoder = stack(nn.TransformerEncoderLayer, encoder_layers)
-        self.decoder = stack(nn.TransformerDecoderLayer, decoder_layers) if decoder_layers else None
+        self.encoder, self.decoder = encoder, decoder
         self.causal = causal
         # attention uses its causal kernel only if it is given the mask as well
         mask_LL = None
-        if causal or decoder_layers:
+        if causal or decoder is not None:
             mask_LL = torch.full((length, length), float("-inf")).triu(diagonal=1)
         self.register_buffer("mask_LL", mask_LL, persistent=False)
         self.head = nn.Linear(width, classes)
