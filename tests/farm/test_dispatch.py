@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.dispatch.dispatcher import LEASE_S, Dispatcher, StopRequest, lost_run, make_executor
+from farm.dispatch.dispatcher import LEASE_S, Clocks, Dispatcher, StopRequest, lost_run, make_executor
 from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings
@@ -155,7 +155,7 @@ def submit(queue, n, job_id="mlp-00000001", parallel=None, **settings):
 def run_with(folder, queue, executor, stop=None, **options):
     """Work the queue off with this executor and by its clock; return whether all is done."""
     clock = executor.clock
-    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, **options)
+    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), Clocks(clock, clock), **options)
     return dispatcher.run(stop or Stop())
 
 
@@ -318,7 +318,7 @@ class Jumping(ScriptedExecutor):
 
 
 def work_by_two_clocks(folder, queue, executor):
-    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.wall, steady=executor.clock).run(Stop())
+    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), Clocks(executor.wall, executor.clock)).run(Stop())
 
 
 JUMPS = pytest.mark.parametrize("jump_s", [400 * 24 * 3600.0, -400 * 24 * 3600.0])
