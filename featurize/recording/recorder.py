@@ -105,7 +105,7 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
 
 
 @functools.lru_cache(_MOST_KNOWN)
-def _contiguous_strides(size: torch.Size) -> tuple[int, ...]:
+def _contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
     lengths = [max(length, 1) for length in reversed(size[1:])]
     return tuple(itertools.accumulate(lengths, operator.mul, initial=1))[::-1] if size else ()
 
@@ -219,8 +219,11 @@ def _make(recipe: Any, numbered: _Numbered | None = None) -> Any:
     if type(recipe) is _Spec:
         if numbered is None:
             size, stride, dtype = recipe
-            return torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        return torch.empty([numbered.sizes[number] for number in recipe[0]], dtype=recipe[1], device=_META)
+        else:
+            numbers, dtype = recipe
+            size = tuple([numbered.sizes[number] for number in numbers])
+            stride = _contiguous_strides(size)
+        return torch.empty_strided(size, stride, dtype=dtype, device=_META)  # in two thirds of the time of `empty`
     if type(recipe) in (tuple, list):
         return type(recipe)(_make(part, numbered) for part in recipe)
     return recipe
