@@ -217,7 +217,7 @@ def _by_pool(trace: StepTrace, calls: Sequence[LibraryCall]) -> tuple[_Pool, _Po
     ones."""
     numbers = {call: number for number, call in enumerate(calls)}
     pools = _Pool(calls, small=True), _Pool(calls, small=False)
-    last = max((event.step for event in trace.events), default=0)
+    last = trace.events[-1].step if trace.events else 0
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
             pools[abs(nbytes) > SMALL_REQUEST].events[step == last].append((block, nbytes))

@@ -180,7 +180,7 @@ class BlockRecord:
     def name_block(self, block: int, kind: str) -> None:
         """Set the kind of a block that has none."""
         if not self.blocks[block].kind:
-            self.blocks[block] = self.blocks[block]._replace(kind=kind)
+            self.blocks[block] = self.blocks[block].named(kind)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Record that a storage frees its memory, and allocates as much as it is resized to: successive blocks of the
@@ -250,7 +250,7 @@ class BlockRecord:
                     del kept[event.block]
         unnamed = {place for place, block in enumerate(self.blocks) if not block.kind}
         return tuple(
-            block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
+            block.named("activation" if place in kept else "temporary") if place in unnamed else block
             for place, block in enumerate(blocks)
         )
 

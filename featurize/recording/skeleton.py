@@ -100,7 +100,7 @@ def empty_copy(model: nn.Module, device: str = "meta") -> nn.Module:
     """Return a copy whose parameters and buffers have no values, ties kept; the original is neither changed nor read.
     A `device` other than meta is for a mode whose tensors take no memory."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
+    for module in modules_of(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _empty(tensor, device)
@@ -128,7 +128,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
     """Yield tensors with a history that modules hold as plain attributes, or in a list or dict attribute."""
-    for module in model.modules():
+    for module in modules_of(model):
         for value in vars(module).values():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, SEQUENCES) else (value,)
             for result in held:

