@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from conf.files.disk_cache import DiskCache
+from conf.files.disk_cache import DiskCache, keep, recall
 from conf.files.identity import aside_folder
 from featurize.device.device_spec import load_device
 from featurize.families import cnn
@@ -354,6 +354,11 @@ def test_tensors_without_memory_are_not_read():
     for parameter in small.parameters():
         parameter.untyped_storage().resize_(0)
     assert whole == estimate(small, torch.randn(2, 8)).peak_memory_mib
+
+
+def test_names_that_are_not_utf8_and_integers_of_any_size_are_kept(cache):
+    keep({"entry": {"file": "a\udc80.py", "flops": 2**70, "rows": [(1, None, True, 0.1)]}})
+    assert recall("entry", "none") == [{"file": "a\udc80.py", "flops": 2**70, "rows": [[1, None, True, 0.1]]}, None]
 
 
 def test_entries_of_others_are_traced_anew(cache, traced):
