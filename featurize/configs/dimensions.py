@@ -5,7 +5,6 @@ Start reading at `Space`; `parse_space` makes one from YAML. `featurize.configs.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.resources
 import math
@@ -17,6 +16,8 @@ from typing import Any, TypeGuard
 from conf.errors import UsageError, collected, refuse
 from featurize import families
 from featurize.configs.trial import canonical_json, code_fields
+from featurize.job.layout import Allowed
+from featurize.job.training_settings import rules_of
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
@@ -153,11 +154,17 @@ class Space:
         return {"family": self.family, "space": [[d.name, d.spec()] for d in self.dimensions]}
 
 
-def valid_keys(family: str) -> tuple[str, ...]:
-    """Return the keys of this family's space: the fields of its config, and keys that only its `repair` consumes."""
+def key_rules(family: str) -> dict[str, tuple[Allowed, ...]]:
+    """Return the keys of this family's space, each with its allowed values: the fields of its config, and keys that
+    only its `repair` consumes."""
     module = families.get_family(family)
-    fields = [field.name for field in dataclasses.fields(module.Config) if field.init]
-    return tuple(sorted({*fields, *getattr(module, "SAMPLED_ONLY", ())}))
+    sampled_only = {name: (allowed,) for name, allowed in getattr(module, "SAMPLED_ONLY", {}).items()}
+    return {**rules_of(module.Config), **sampled_only}
+
+
+def valid_keys(family: str) -> tuple[str, ...]:
+    """Return the keys of this family's space."""
+    return tuple(sorted(key_rules(family)))
 
 
 @cache

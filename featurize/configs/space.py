@@ -1,8 +1,8 @@
 """The search space of one family, as `conf/arch/NAME.yaml` defines it, checked in full and made canonical.
 
 Start reading at `space_of_mapping`; `featurize.configs.dimensions` has `parse_space` and the types.
-`require_within_limits` finds values that the family never uses: beyond its limits, or changed by its `repair`. Each
-value is tried on configs of the family's own space, so that families state their limits once, in `Config.problems`.
+`require_within_limits` finds values that the family never uses: beyond the limits of their key, or changed by the
+family's `repair`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import ModuleType
 from typing import Any, TypeGuard
 
 from conf.errors import CommandError, UsageError, refuse
 from featurize import families
-from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
+from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, key_rules, own_space
 from featurize.configs.dimensions import parse_space as parse_space
-from featurize.configs.draws import POLICIES, key_of, sample_range
-from featurize.configs.trial import TrialConfig, missing_fields
+from featurize.configs.draws import sample_range
+from featurize.configs.trial import TrialConfig
+from featurize.job.layout import BOOLEAN
+from featurize.job.training_settings import problem_of_value, rules_of
+
+_TRIED_ON = 16  # configs that a value is tried on
 
 
 def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
@@ -32,9 +35,6 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
     if not isinstance(mapping["space"], Mapping | list):
         raise UsageError(f"space must be a mapping name -> values, got {mapping['space']!r}")
     return parse_space(mapping["family"], mapping["space"])
-
-
-_TRIED_ON = 16  # configs that a value is tried on
 
 
 def require_within_limits(space: Space) -> None:
@@ -51,30 +51,6 @@ def require_within_limits(space: Space) -> None:
     refuse(problems or _changed_constants(space), f"search space of {space.family}: ")
 
 
-def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:
-    """Return why no config of the family has this value unchanged; None if one has.
-
-    `repair` would turn -3 into the least depth. It may adjust the end of a range (to a multiple of 32, say), but not
-    raise a low end. Values other than numbers are not checked where it changes them or fills them in.
-    """
-    if not _is_field(family, name):
-        return _problem_of_sampled_only(family, name, value)
-    configs = _valid_configs(family)
-    repaired = ((config, _repair(config, name, value)) for config in configs)
-    if not _is_number(value):
-        return _common_problem(name, ((config, value) for config, result in repaired if result == value))
-    refused = _common_problem(name, ((config, value) for config in configs))
-    if refused is None or end is None:
-        return refused
-    tries = [pair for pair in repaired if end == "high" or not _is_number(pair[1]) or pair[1] <= value]
-    return refused if not tries or _common_problem(name, tries) else None
-
-
-def _is_field(family: str, name: str) -> bool:
-    """Return whether the config has the key as a field; `repair` consumes other keys."""
-    return name in {field.name for field in dataclasses.fields(families.get_family(family).Config)}
-
-
 def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
     """Return the distinct values, each with the end of its range, low or high; 1 and True are distinct."""
     if isinstance(dimension, Range):
@@ -83,77 +59,49 @@ def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
     return [(value, None) for value in {(type(value), value): value for value in values}.values()]
 
 
-# ---- fields of the config
+def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:
+    """Return why the value is beyond its key's limits; None if it is not, or if `repair` may change it.
+
+    `repair` would turn -3 into the least depth. It may adjust the end of a range (to a multiple of 32, say), but not
+    raise a low end. It fills other values than numbers in (null), or takes them apart (a model with its inputs).
+    """
+    problem = _problem_alone(family, name, value)
+    if problem is None:
+        return None
+    repaired = [_repair(config, name, value) for config in _own_configs(family)]
+    if not _is_number(value):
+        return problem if value in repaired else None
+    adjusted = [result for result in repaired if _is_number(result) and (end == "high" or result <= value)]
+    fits = end is not None and any(_problem_alone(family, name, result) is None for result in adjusted)
+    return None if fits else problem
+
+
+def _problem_alone(family: str, name: str, value: Any) -> str | None:
+    """Return why no config has this value, whatever its other fields are."""
+    if rules := key_rules(family)[name]:
+        return problem_of_value(name, value, rules)
+    texts = _problems(_own_configs(family)[0], name, value)  # a layout or tensors, which the config itself parses
+    return "; ".join(text for text in texts if text.startswith(f"{name} ")) or None
 
 
 def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
-    """Return the field's value after the family's `repair`."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return families.get_family(config.family).repair({**fields, name: value}, _middle).get(name, value)
-
-
-def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str | None:
-    """Return the problem of the field `name` that all of these configs have, each with its value."""
-    common: set[str] | None = None
-    for config, value in tries:
-        problems = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
-        common = problems if common is None else common & problems
-        if not common:
-            return None
-    return "; ".join(sorted(common or ())) or None
+    """Return the value of a key after the family's `repair`."""
+    return families.get_family(config.family).repair({**vars(config), name: value}, lambda _name: 0.5).get(name, value)
 
 
 def _problems(config: TrialConfig, name: str, value: Any) -> list[str]:
     """Return the problems of a valid config after its field `name` is set to `value`."""
     try:
         dataclasses.replace(config, **{name: value})
-    except CommandError as error:
+    except UsageError as error:
         return str(error).removeprefix(f"{config.family}: ").split("; ")
     return []
 
 
-# ---- keys that only `repair` consumes: `linear_layers`, `tables`, `use_dropout`
-
-
-def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
-    """Return why the value leads to no config of the family's own space."""
-    known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
-    if known is None:
-        return None
-    samples = [known_value for known_value, _ in _values(known)]
-    if _is_switch(known):
-        return None if isinstance(value, bool) else f"{name} must be true or false, got {value!r}"
-    if all(map(_is_number, samples)) and not _is_number(value):
-        return f"{name} must be a number, got {value!r}"
-    refusal = _refusal(family, name, value)
-    if refusal is None:
-        return None
-    if isinstance(known, Range) and _is_number(value) and value < known.low and _refusal(family, name, known.low - 1):
-        return f"{name} must be >= {known.low}, got {value!r}"
-    return f"{value!r} gives no config: {refusal}"
-
-
-def _refusal(family: str, name: str, value: Scalar) -> str | None:
-    """Return why no point of the family's own space gives a config with this value; None if one does."""
-    built = [_build(families.get_family(family), {**point, name: value}) for point in _own_points(family)]
-    refusals = [result for result in built if isinstance(result, str)]
-    return refusals[0] if len(refusals) == len(built) else None
-
-
-def _is_switch(dimension: Dimension) -> bool:
-    return all(isinstance(value, bool) for value, _ in _values(dimension))
-
-
-def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
-    """Return the config, or the reasons why it is invalid."""
-    values = module.repair(values, _middle)
-    if missing := sorted(missing_fields(module.Config, values)):
-        return f"it leaves {', '.join(missing)} without a value"
-    try:
-        config: TrialConfig = module.Config(**values)
-    except CommandError as error:
-        return str(error).removeprefix(f"{module.Config.family}: ")
-    return config
+@cache
+def _own_configs(family: str) -> tuple[TrialConfig, ...]:
+    """Return configs of the family's own space, spread over every dimension."""
+    return tuple(sample_range(own_space(family), 0, 0, _TRIED_ON))
 
 
 # ---- constants that conflict with other dimensions of the same space
@@ -161,10 +109,12 @@ def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
 
 def _changed_constants(space: Space) -> Iterator[str]:
     """Yield a problem for each given number that no config of this space has, because `repair` changes it."""
-    given = [d for d in space.dimensions if isinstance(d, Constant) and _is_field(space.family, d.name)]
+    module = families.get_family(space.family)
+    fields = rules_of(module.Config)
+    given = [d for d in space.dimensions if isinstance(d, Constant) and d.name in fields]
     constants = [d for d in given if isinstance(d.fixed, bool | int | float)]
     # Without the bools that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
-    dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
+    dimensions = tuple(d for d in space.dimensions if d.name in fields or module.SAMPLED_ONLY[d.name] is not BOOLEAN)
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
     except CommandError:  # the space has no config at all; sampling reports why
@@ -186,28 +136,6 @@ def _reason_of_change(config: TrialConfig, name: str, value: Any) -> str | None:
     if families.layers_of(config) == families.layers_of(dataclasses.replace(config, **{name: value})):
         return None
     return "sizes have to fit each other"
-
-
-# ---- configs that values are tried on
-
-
-@cache
-def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
-    """Return raw values of the family's own space, spread over every dimension."""
-    space = own_space(family)
-    return tuple(map(space.values, POLICIES["stratified"](space, key_of(space, 0), range(_TRIED_ON))))
-
-
-@cache
-def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
-    """Return configs of the family's own space; empty if it has none."""
-    space = own_space(family)
-    return tuple(sample_range(space, 0, 0, _TRIED_ON)) if space.dimensions else ()
-
-
-def _middle(_name: str) -> float:
-    """Return 0.5 for every draw, for a `repair` whose draws do not matter."""
-    return 0.5
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

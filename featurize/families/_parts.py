@@ -1,4 +1,4 @@
-"""Parts that families share without torch: entries of the layer plan, and checks of common fields.
+"""Parts that families share without torch: entries of the layer plan, batches, and repairs of common fields.
 
 Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.prenorm`. FLOPs count matrix
 products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, from
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from featurize.job.layers import Layer
+from featurize.job.layout import BOOLEAN, POSITIVE
 
 if TYPE_CHECKING:  # for families' annotations
     import torch
@@ -61,11 +62,7 @@ def token_batch(config: Any, device: Device, *, per_token: bool) -> Batch:
     return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
-def rate_problems(dropout: Any) -> list[str]:
-    """Return `dropout must be a number in [0, 1), got 1.5` for a value that is not a rate."""
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        return [f"dropout must be a number in [0, 1), got {dropout!r}"]
-    return []
+USE_DROPOUT = {"use_dropout": BOOLEAN}  # consumed by `switch_dropout`
 
 
 def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +84,7 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # keys of the search spaces, consumed by `repair_prenorm`
+SAMPLED_ONLY = {"feed_forward_multiple": POSITIVE, **USE_DROPOUT}  # consumed by `repair_prenorm`
 HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
 
 

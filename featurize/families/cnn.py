@@ -6,20 +6,22 @@ size, dilation and pooling as further dimensions. `block_layers` and `build` bot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
+from featurize.job.layout import Allowed, one_of
+from featurize.job.training_settings import COUNT, Activation, Rate, TrialConfig
 
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
 MAX_FILTERS = 2048
 SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
-SAMPLED_ONLY = ("use_dropout",)  # dimensions of the search space that only `repair` consumes
+SAMPLED_ONLY = parts.USE_DROPOUT
 DENSE_LAYERS = 4  # convolutions in a dense block
+_NARROW = Allowed(lambda filters: filters <= MAX_FILTERS, f"<= {MAX_FILTERS}")
 MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in the first block
 
 
@@ -35,39 +37,27 @@ class Config(TrialConfig):
     image_size: int
     channels: int
     classes: int
-    base_filters: int
+    base_filters: Annotated[int, COUNT, _NARROW]
     depth: int
-    topology: str = "pyramid"
+    topology: Annotated[str, one_of(TOPOLOGIES)] = "pyramid"
     kernel_size: int = 3
     dilation: int = 1
     growth_rate: int = 32
-    activation: str = "relu"
+    activation: Activation = "relu"
     batch_norm: bool = False
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     pooling: bool = False
     pool_interval: int = 5
     softmax: bool = False
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, image_size=1, channels=1, classes=1, base_filters=1, depth=1),
-            *at_least(self, kernel_size=1, dilation=1, growth_rate=1, pool_interval=1),
-            *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-            *switches(self, "batch_norm", "pooling", "softmax"),
-        ]
-        if problems:
-            return problems
-        if self.base_filters > MAX_FILTERS:
-            problems.append(f"base_filters must be <= {MAX_FILTERS}, got {self.base_filters}")
-        if self.depth < (least := MIN_DEPTH.get(self.topology, 1)):
-            problems.append(f"depth must be >= {least} for topology {self.topology}, got {self.depth}")
-        if not problems and self.batch_norm and self.batch_size == 1:
+    def problems(self) -> Iterator[str]:
+        least = MIN_DEPTH.get(self.topology, 1)
+        if self.depth < least:
+            yield f"depth must be >= {least} for topology {self.topology}, got {self.depth}"
+        elif self.batch_norm and self.batch_size == 1:
             smallest = min(b.map_out if b.kind == "residual" else b.map_in for b in blocks(self)[:-1])
             if smallest == 1:
-                problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
-        return problems
+                yield "batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1"
 
 
 def widths(config: Config) -> list[int]:

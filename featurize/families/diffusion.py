@@ -6,17 +6,19 @@ Start reading at `encoder` and `decoder`, which `blocks` and `build` both follow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least
+from featurize.job.layout import Allowed
+from featurize.job.training_settings import COUNT, Rate, TrialConfig, integer
 
 GROUPS = 32  # groups of every group norm: all widths are multiples
+_WHOLE_GROUPS = Allowed(lambda channels: channels % GROUPS == 0, f"a multiple of {GROUPS}")
 TIMESTEPS = 1000  # steps at which the noise is drawn
-SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
+SAMPLED_ONLY = parts.USE_DROPOUT
 MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels need
 
 
@@ -31,37 +33,23 @@ class Config(TrialConfig):
 
     image_size: int
     channels: int
-    base_channels: int
+    base_channels: Annotated[int, COUNT, _WHOLE_GROUPS]
     levels: int
     blocks: int
     widest: int = 4
-    attention_size: int = 16
+    attention_size: Annotated[int, integer(0)] = 16
     attention_size_min: int = 1
     heads: int = 1
-    dropout: float = 0.0
+    dropout: Rate = 0.0
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, image_size=1, channels=1, base_channels=1, levels=1, blocks=1, widest=1),
-            *at_least(self, attention_size=0, attention_size_min=1, heads=1),
-            *parts.rate_problems(self.dropout),
-        ]
-        if problems:
-            return problems
-        if self.base_channels % GROUPS:
-            problems.append(f"base_channels must be a multiple of {GROUPS}, got {self.base_channels}")
-        elif self.base_channels % self.heads:
-            problems.append(
-                f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels"
-            )
-        if self.levels > self.image_size.bit_length():
-            problems.append(
-                f"2**(levels - 1) must divide image_size, got levels {self.levels} for {self.image_size} pixels a side"
-            )
-        elif self.image_size % (step := 2 ** (self.levels - 1)):
-            problems.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
-        return problems
+    def problems(self) -> Iterator[str]:
+        if self.base_channels % self.heads:
+            yield f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels"
+        size = self.image_size
+        if self.levels > size.bit_length():
+            yield f"2**(levels - 1) must divide image_size, got levels {self.levels} for {size} pixels a side"
+        elif size % (step := 2 ** (self.levels - 1)):
+            yield f"image_size must be a multiple of 2**(levels - 1) = {step}, got {size}"
 
 
 def _block(config: Config, inputs: int, outputs: int, side: int) -> NetworkBlock:

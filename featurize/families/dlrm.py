@@ -6,17 +6,24 @@ Start reading at `Config`; the network is DLRM (Naumov et al., arXiv 1906.00091)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, switches
+from featurize.job.layout import Allowed
+from featurize.job.training_settings import COUNT, TrialConfig, integer
 
 # Keys of the search space that `repair` consumes to make `rows`.
-SAMPLED_ONLY = ("tables", "smallest_table", "largest_table")
+SAMPLED_ONLY = {"tables": COUNT, "smallest_table": COUNT, "largest_table": COUNT}
 SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would accumulate every row ever seen
+
+
+_SIZES = Allowed(
+    lambda rows: isinstance(rows, tuple) and rows != () and all(map(COUNT.fit, rows)),
+    "a list of integers >= 1, one for each table",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +35,11 @@ class Config(TrialConfig):
     of the tables hold only the rows that were looked up; needs optimizer sgd."""
 
     dense_features: int
-    rows: tuple[int, ...]
+    rows: Annotated[tuple[int, ...], _SIZES]
     embedding_size: int
     bag_size: int
     bottom_width: int
-    bottom_depth: int
+    bottom_depth: Annotated[int, integer(0)]
     top_width: int
     top_depth: int
     sparse_gradients: bool = False
@@ -42,19 +49,9 @@ class Config(TrialConfig):
             object.__setattr__(self, "rows", tuple(self.rows))
         super().__post_init__()
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, dense_features=1, embedding_size=1, bag_size=1),
-            *at_least(self, bottom_width=1, bottom_depth=0, top_width=1, top_depth=1),
-            *switches(self, "sparse_gradients"),
-        ]
-        rows = self.rows
-        if not isinstance(rows, tuple) or not rows or not all(parts.is_integer(n) and n > 0 for n in rows):
-            problems.append(f"rows must be a list of integers >= 1, one for each table, got {rows!r}")
-        if self.sparse_gradients is True and self.optimizer not in SPARSE_OPTIMIZERS:
-            problems.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
-        return problems
+    def problems(self) -> Iterator[str]:
+        if self.sparse_gradients and self.optimizer not in SPARSE_OPTIMIZERS:
+            yield f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}"
 
 
 def bottom(config: Config) -> list[int]:

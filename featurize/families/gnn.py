@@ -5,16 +5,17 @@ Start reading at `Config`; the operators run as PyTorch Geometric runs them with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.layout import one_of
+from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 OPERATORS = ("gcn", "sage", "gat")
-SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
+SAMPLED_ONLY = parts.USE_DROPOUT
 MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
 
 
@@ -31,21 +32,14 @@ class Config(TrialConfig):
     classes: int
     hidden: int
     depth: int
-    operator: str = "gcn"
+    operator: Annotated[str, one_of(OPERATORS)] = "gcn"
     heads: int = 1
-    activation: str = "relu"
-    dropout: float = 0.0
+    activation: Activation = "relu"
+    dropout: Rate = 0.0
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, nodes=1, degree=1, features=1, classes=1, hidden=1, depth=1, heads=1),
-            *one_of(self, operator=OPERATORS, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-        ]
-        if not problems and self.operator == "gat" and self.hidden % self.heads:
-            problems.append(f"heads must divide hidden, got {self.heads} heads for {self.hidden} features")
-        return problems
+    def problems(self) -> Iterator[str]:
+        if self.operator == "gat" and self.hidden % self.heads:
+            yield f"heads must divide hidden, got {self.heads} heads for {self.hidden} features"
 
 
 def kind(config: Config) -> str:

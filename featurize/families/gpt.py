@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Annotated
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
+from featurize.job.layout import one_of
+from featurize.job.training_settings import Rate, TrialConfig
 
 PROJECTIONS = ("conv1d", "linear")
 ACTIVATIONS = ("gelu", "gelu_new")
@@ -32,21 +34,13 @@ class Config(TrialConfig):
     heads: int
     depth: int
     feed_forward: int
-    projection: str = "conv1d"
-    activation: str = "gelu"
+    projection: Annotated[str, one_of(PROJECTIONS)] = "conv1d"
+    activation: Annotated[str, one_of(ACTIVATIONS)] = "gelu"
     tied_embeddings: bool = True
-    dropout: float = 0.1
+    dropout: Rate = 0.1
 
     def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
-            *at_least(self, depth=1, feed_forward=1),
-            *one_of(self, projection=PROJECTIONS, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-            *switches(self, "tied_embeddings"),
-        ]
-        return problems or parts.heads_problems(self.heads, self.embedding_size)
+        return parts.heads_problems(self.heads, self.embedding_size)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:

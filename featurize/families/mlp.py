@@ -5,16 +5,17 @@ Start reading at `widths`: the four topologies are those of GPUMemNet's MLPs (ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
+from featurize.job.layout import BOOLEAN, one_of
+from featurize.job.training_settings import Activation, Rate, TrialConfig, integer
 
 TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
-SAMPLED_ONLY = ("linear_layers", "use_dropout")  # dimensions of the search space that only `repair` consumes
+SAMPLED_ONLY = {"linear_layers": integer(2), "use_dropout": BOOLEAN}  # consumed by `repair`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +27,15 @@ class Config(TrialConfig):
     input_size: int
     classes: int
     depth: int
-    topology: str = "pyramid"
-    activation: str = "relu"
+    topology: Annotated[str, one_of(TOPOLOGIES)] = "pyramid"
+    activation: Activation = "relu"
     batch_norm: bool = False
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     softmax: bool = False
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, input_size=1, classes=1, depth=1),
-            *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-            *switches(self, "batch_norm", "softmax"),
-        ]
-        if self.batch_norm is True and self.batch_size == 1:
-            problems.append("batch_size must be >= 2 with batch_norm, got 1")
-        return problems
+    def problems(self) -> Iterator[str]:
+        if self.batch_norm and self.batch_size == 1:
+            yield "batch_size must be >= 2 with batch_norm, got 1"
 
 
 def widths(config: Config) -> list[int]:

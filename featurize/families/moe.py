@@ -7,13 +7,15 @@ expert), its auxiliary loss Switch Transformer's (arXiv 2101.03961).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.deepspeed_config import is_finite
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, one_of
+from featurize.job.layout import Allowed, one_of
+from featurize.job.training_settings import Rate, TrialConfig
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 TOPOLOGIES = ("decoder", "encoder")
 ACTIVATIONS = ("relu", "gelu", "silu")
 BALANCE_WEIGHT = 0.01  # weight of the auxiliary loss, as published
+_FACTOR = Allowed(lambda factor: is_finite(factor) and factor > 0, "a number > 0")
 SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 
@@ -40,32 +43,20 @@ class Config(TrialConfig):
     depth: int
     feed_forward: int
     experts: int
-    top_k: int = 2
-    capacity_factor: float = 1.25
+    top_k: Annotated[int, one_of((1, 2))] = 2
+    capacity_factor: Annotated[float, _FACTOR] = 1.25
     moe_every: int = 2
-    topology: str = "decoder"
+    topology: Annotated[str, one_of(TOPOLOGIES)] = "decoder"
     classes: int = 1000
-    activation: str = "gelu"
-    dropout: float = 0.1
+    activation: Annotated[str, one_of(ACTIVATIONS)] = "gelu"
+    dropout: Rate = 0.1
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
-            *at_least(self, depth=1, feed_forward=1, experts=1, moe_every=1, classes=1),
-            *one_of(self, top_k=(1, 2), topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-        ]
-        factor = self.capacity_factor
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-            problems.append(f"capacity_factor must be a number > 0, got {factor!r}")
-        if problems:
-            return problems
+    def problems(self) -> Iterator[str]:
         if self.top_k > self.experts:
-            problems.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
+            yield f"top_k must be <= experts, got {self.top_k} of {self.experts} experts"
         if self.moe_every > self.depth:
-            problems.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
+            yield f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks"
+        yield from parts.heads_problems(self.heads, self.embedding_size)
 
 
 def capacity(config: Config) -> int:

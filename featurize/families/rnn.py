@@ -6,17 +6,18 @@ arXiv 1409.2329).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
+from featurize.job.layout import one_of
+from featurize.job.training_settings import Rate, TrialConfig
 
 GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
-SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
+SAMPLED_ONLY = parts.USE_DROPOUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +32,15 @@ class Config(TrialConfig):
     embedding_size: int
     hidden_size: int
     depth: int
-    cell: str = "lstm"
-    task: str = "classify_last"
+    cell: Annotated[str, one_of(GATES)] = "lstm"
+    task: Annotated[str, one_of(TASKS)] = "classify_last"
     classes: int = 2
     bidirectional: bool = False
-    dropout: float = 0.0
+    dropout: Rate = 0.0
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
-            *one_of(self, cell=tuple(GATES), task=TASKS),
-            *parts.rate_problems(self.dropout),
-            *switches(self, "bidirectional"),
-        ]
-        if not problems and self.bidirectional and self.task == "language_model":
-            problems.append("bidirectional must be false for task language_model, which would see what it predicts")
-        return problems
+    def problems(self) -> Iterator[str]:
+        if self.bidirectional and self.task == "language_model":
+            yield "bidirectional must be false for task language_model, which would see what it predicts"
 
 
 def kind(config: Config) -> str:

@@ -11,17 +11,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from conf.errors import UsageError
 from featurize.job.layers import Layer
-from featurize.job.training_settings import TrialConfig, at_least
+from featurize.job.layout import Allowed
+from featurize.job.training_settings import COUNT, TrialConfig
 from featurize.nets.vision import import_library, near_names
 
 if TYPE_CHECKING:
     import torch
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
+_MODEL = Allowed(
+    lambda model: isinstance(model, str) and _NAME.fullmatch(model) is not None, "a name of letters, digits and _ . -"
+)
+_SIDE = Allowed(lambda side: side is None or COUNT.fit(side), COUNT.words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +34,8 @@ class Config(TrialConfig):
     """model: a name of `timm.list_models()`; it is checked when the model is built.
     image_size: side of square images; None: the model's own size. Many models with attention support no other."""
 
-    model: str
-    image_size: int | None = None
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not isinstance(self.model, str) or not _NAME.fullmatch(self.model):
-            problems.append(f"model must be a name of letters, digits and _ . -, got {self.model!r}")
-        if self.image_size is not None:
-            problems += at_least(self, image_size=1)
-        return problems
+    model: Annotated[str, _MODEL]
+    image_size: Annotated[int | None, _SIDE] = None
 
 
 def identity(config: Config) -> str:

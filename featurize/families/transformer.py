@@ -7,13 +7,14 @@ Start reading at `Config`; an encoder is GPUMemNet's transformer (arXiv 2602.178
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
+from featurize.job.layout import one_of
+from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
 SAMPLED_ONLY = parts.SAMPLED_ONLY
@@ -34,26 +35,15 @@ class Config(TrialConfig):
     depth: int
     feed_forward: int
     classes: int
-    topology: str = "encoder"
-    activation: str = "relu"
-    dropout: float = 0.1
+    topology: Annotated[str, one_of(TOPOLOGIES)] = "encoder"
+    activation: Activation = "relu"
+    dropout: Rate = 0.1
     softmax: bool = False
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
-            *at_least(self, depth=1, feed_forward=1, classes=1),
-            *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
-            *parts.rate_problems(self.dropout),
-            *switches(self, "softmax"),
-        ]
-        if problems:
-            return problems
-        problems = parts.heads_problems(self.heads, self.embedding_size)
+    def problems(self) -> Iterator[str]:
+        yield from parts.heads_problems(self.heads, self.embedding_size)
         if self.topology == "hybrid" and self.depth < 2:
-            problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
-        return problems
+            yield f"depth must be >= 2 for topology hybrid, got {self.depth}"
 
 
 def stages(config: Config) -> tuple[int, int]:

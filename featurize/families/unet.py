@@ -6,16 +6,18 @@ that every pixel gets logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
+from featurize.job.layout import Allowed, one_of
+from featurize.job.training_settings import COUNT, Activation, TrialConfig
 
 ENLARGEMENTS = ("transposed", "upsample")
 MAX_CHANNELS = 1024  # channels of any level
+_NARROW = Allowed(lambda channels: channels <= MAX_CHANNELS, f"<= {MAX_CHANNELS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,32 +31,19 @@ class Config(TrialConfig):
     image_size: int
     channels: int
     classes: int
-    base_channels: int
+    base_channels: Annotated[int, COUNT, _NARROW]
     depth: int
-    enlargement: str = "transposed"
+    enlargement: Annotated[str, one_of(ENLARGEMENTS)] = "transposed"
     batch_norm: bool = True
-    activation: str = "relu"
+    activation: Activation = "relu"
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, image_size=1, channels=1, classes=1, base_channels=1, depth=1),
-            *one_of(self, enlargement=ENLARGEMENTS, activation=ACTIVATIONS),
-            *switches(self, "batch_norm"),
-        ]
-        if problems:
-            return problems
-        if self.base_channels > MAX_CHANNELS:
-            problems.append(f"base_channels must be <= {MAX_CHANNELS}, got {self.base_channels}")
+    def problems(self) -> Iterator[str]:
         if self.depth >= self.image_size.bit_length():
-            problems.append(
-                f"2**depth must divide image_size, got depth {self.depth} for {self.image_size} pixels a side"
-            )
+            yield f"2**depth must divide image_size, got depth {self.depth} for {self.image_size} pixels a side"
         elif self.image_size % 2**self.depth:
-            problems.append(f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}")
+            yield f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}"
         elif self.batch_norm and self.batch_size == 1 and self.image_size == 2**self.depth:
-            problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
-        return problems
+            yield "batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1"
 
 
 def widths(config: Config) -> list[int]:

@@ -6,13 +6,13 @@ heads) to L (1,024, 24 blocks, 16 heads).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least
+from featurize.job.training_settings import Rate, TrialConfig
 
 SAMPLED_ONLY = parts.SAMPLED_ONLY
 
@@ -31,22 +31,12 @@ class Config(TrialConfig):
     depth: int
     feed_forward: int
     channels: int = 3
-    dropout: float = 0.0
+    dropout: Rate = 0.0
 
-    def problems(self) -> list[str]:
-        problems = [
-            *super().problems(),
-            *at_least(self, image_size=1, patch_size=1, channels=1, classes=1, embedding_size=1, heads=1),
-            *at_least(self, depth=1, feed_forward=1),
-            *parts.rate_problems(self.dropout),
-        ]
-        if problems:
-            return problems
+    def problems(self) -> Iterator[str]:
         if self.image_size % self.patch_size:
-            problems.append(
-                f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
-            )
-        return [*problems, *parts.heads_problems(self.heads, self.embedding_size)]
+            yield f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
+        yield from parts.heads_problems(self.heads, self.embedding_size)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:

@@ -14,13 +14,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import exception_line
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer
+from featurize.job.layout import Allowed
 from featurize.job.training_settings import TrialConfig
 from featurize.nets.vision import import_library, load_named, mending, near_names
 
@@ -146,7 +147,15 @@ def _yaml(text: str) -> Any:
 
 CODE_FIELDS = ("model",)  # fields of a config that name code: see `featurize.configs.trial`
 LIBRARIES = ("timm", "torchvision", "transformers")  # libraries whose models `kind` groups; pip install "gpufarm[zoo]"
-_MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
+_MODEL = Allowed(
+    lambda model: isinstance(model, str) and _NAME.fullmatch(model) is not None,
+    "MODULE:FACTORY, as in torchvision.models:resnet50",
+)
+_ARGUMENTS = Allowed(
+    lambda arguments: parse_arguments(canonical_arguments(arguments)) is not None,
+    'a JSON object, as in {"num_classes": 10}',
+)
 # Errors of a factory with unsuitable arguments or Python code. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
 
@@ -166,9 +175,9 @@ class Config(TrialConfig):
                output. A model that cannot be run without memory needs it
     """
 
-    model: str
+    model: Annotated[str, _MODEL]
     inputs: str
-    arguments: str = "{}"
+    arguments: Annotated[str, _ARGUMENTS] = "{}"
     target: str | None = None
 
     def __post_init__(self) -> None:
@@ -181,16 +190,11 @@ class Config(TrialConfig):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if not isinstance(self.model, str) or not _MODEL.fullmatch(self.model):
-            problems.append(f"model must be MODULE:FACTORY, as in torchvision.models:resnet50, got {self.model!r}")
         if self.inputs is None:
-            problems.append(f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257")
-        for name in ("inputs", "target"):
-            if getattr(self, name) is not None:
-                problems += [f"{name} {problem}" for problem in tensor_problems(getattr(self, name), name == "target")]
-        if parse_arguments(self.arguments) is None:
-            problems.append(f'arguments must be a JSON object, as in {{"num_classes": 10}}, got {self.arguments!r}')
+            return [f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257"]
+        problems = [f"inputs {problem}" for problem in tensor_problems(self.inputs, single=False)]
+        if self.target is not None:
+            problems += [f"target {problem}" for problem in tensor_problems(self.target, single=True)]
         if problems:
             return problems
         if self.activation_checkpointing and self.model.startswith("torchvision."):

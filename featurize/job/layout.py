@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -81,8 +81,9 @@ def _whole(least: int, most: float, words: str) -> Allowed:
     return Allowed(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _one_of(choices: tuple[str, ...]) -> Allowed:
-    return Allowed(lambda value: value in choices, f"one of {', '.join(choices)}")
+def one_of(choices: Iterable[Any]) -> Allowed:
+    known = tuple(choices)  # also for values that cannot be hashed
+    return Allowed(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
 
 def _elements(least: int) -> Allowed:
@@ -106,8 +107,8 @@ def _are_names(value: object) -> bool:
 
 _ANY = Allowed(lambda _: True, "anything")
 _RANKS = _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")
-_POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
-_BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
+POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
+BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
 
 
 # The annotation of a part's field holds its allowed values, if these are not true and false, and the layouts that have
@@ -152,7 +153,7 @@ class Cluster:
     """
 
     gpus_per_node: Annotated[int, _RANKS] = 8
-    network_gb_s: Annotated[float | None, _POSITIVE] = None
+    network_gb_s: Annotated[float | None, POSITIVE] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,7 @@ class DataParallel:
     """
 
     gradient_as_bucket_view: bool = False
-    bucket_cap_mb: Annotated[float | None, _POSITIVE] = None
+    bucket_cap_mb: Annotated[float | None, POSITIVE] = None
     static_graph: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: Annotated[bool, _EVERYWHERE] = True
@@ -202,8 +203,8 @@ class FullyShard:
     """
 
     reshard_after_forward: Annotated[bool | int | None, _ANY] = None  # its allowed values depend on the degrees
-    param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
-    reduce_dtype: Annotated[str | None, _one_of(DTYPES)] = None
+    param_dtype: Annotated[str | None, one_of(DTYPES), _SHARDED] = None
+    reduce_dtype: Annotated[str | None, one_of(DTYPES)] = None
     cpu_offload: Annotated[bool, _SHARDED] = False
     wrap: Annotated[
         tuple[str, ...] | None,
@@ -221,7 +222,7 @@ class FullyShard:
     ] = FULLY_SHARD
     backward_prefetch: Annotated[
         str,
-        _one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value),  # as YAML reads it
+        one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value),  # as YAML reads it
         _FSDP1,
     ] = "pre"
     limit_all_gathers: Annotated[bool, _FSDP1] = True
@@ -238,7 +239,7 @@ class ContextParallel:
                      under a causal mask. None: PyTorch's choice, true. False is for attention without a causal mask
     """
 
-    cp_rotate: Annotated[str | None, _one_of(ROTATIONS)] = None
+    cp_rotate: Annotated[str | None, one_of(ROTATIONS)] = None
     cp_load_balance: bool | None = None
 
 
@@ -293,7 +294,7 @@ class Zero:
         ),
         Where("ddp without fsdp, cp, tp and own", lambda given: not _takes_part(given, "fsdp", "cp", "tp", OWN)),
     ] = None
-    param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
+    param_dtype: Annotated[str | None, one_of(DTYPES), _SHARDED] = None
     cpu_offload: Annotated[bool, _SHARDED] = False
     reduce_bucket_size: Annotated[int, _elements(1)] = 500_000_000
     overlap_comm: bool | None = None
@@ -321,7 +322,7 @@ class Pipeline:
                      (`return_outputs=False` of `schedule.step`)
     """
 
-    schedule: Annotated[str | None, _one_of(SCHEDULES)] = None
+    schedule: Annotated[str | None, one_of(SCHEDULES)] = None
     micro_batches: Annotated[int | None, _RANKS] = None
     stages_per_rank: Annotated[int | None, _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}")] = None
     stage_starts: Annotated[
@@ -505,7 +506,7 @@ def _iterate_settings() -> Iterator[tuple[str, _Declared]]:
     for part, annotation in Parallel.__annotations__.items():
         for setting in dataclasses.fields(annotation.__origin__):
             given: dict[type, Any] = {type(about): about for about in getattr(setting.type, "__metadata__", ())}
-            allowed, where = given.get(Allowed, _BOOLEAN), given.get(Where, annotation.__metadata__[0])
+            allowed, where = given.get(Allowed, BOOLEAN), given.get(Where, annotation.__metadata__[0])
             yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 

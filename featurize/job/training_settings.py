@@ -6,17 +6,16 @@ library's model, and the rules by which they exclude each other. Torch-free.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias, TypedDict
+from typing import Annotated, Any, ClassVar, TypeAlias, TypedDict, get_type_hints
 
 from conf.errors import UsageError, refuse, shown, unknown_name
 from featurize.job.deepspeed_config import is_finite
-from featurize.job.layout import Parallel, parse_parallel
+from featurize.job.layout import BOOLEAN, Allowed, Parallel, one_of, parse_parallel
 
 IMPLEMENTATIONS = ("foreach", "fused", "loop")
 
@@ -78,19 +77,30 @@ ACTIVATIONS = (
 )
 
 
+def integer(least: int) -> Allowed:
+    """Return the rule of an integer from `least` on."""
+    return Allowed(lambda value: type(value) is int and value >= least, f"an integer >= {least}")
+
+
+COUNT = integer(1)
+Activation = Annotated[str, one_of(ACTIVATIONS)]
+Rate = Annotated[float, Allowed(lambda value: is_finite(value) and 0 <= value < 1, "a number in [0, 1)")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
     """Base of every family's config. Raises `ValueError` that names the field, the rule and the value.
 
-    A subclass adds its fields, and extends `problems`; its `family` is its module's name unless it has one. `parallel`
-    is text such as `ddp=2`, in the canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
+    A subclass adds its fields, and extends `problems`; its `family` is its module's name unless it has one. A field's
+    annotation holds its allowed values, unless these are the integers from 1 on, or true and false. `parallel` is text
+    such as `ddp=2`, in the canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]
 
     batch_size: int
-    optimizer: str = "adam"
-    precision: str = "fp32"
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adam"
+    precision: Annotated[str, one_of(PRECISIONS)] = "fp32"
     activation_checkpointing: bool = False
     cudnn_benchmark: bool = False
     channels_last: bool = False
@@ -101,25 +111,25 @@ class TrialConfig:
             cls.family = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(UsageError):  # `problems` reports it
-            object.__setattr__(self, "parallel", None if self.layout is None else self.layout.text())
-        refuse(self.problems(), f"{self.family}: ")
-
-    def problems(self) -> list[str]:
-        """Return every rule that this config breaks, as text; empty if it can be built."""
+        config: type = type(self)
         problems = [
-            *at_least(self, batch_size=1),
-            *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
-            *switches(self, "activation_checkpointing", "cudnn_benchmark", "channels_last"),
+            problem
+            for name, rules in rules_of(config).items()
+            if (problem := problem_of_value(name, getattr(self, name), rules))
         ]
         try:
             layout = self.layout
-            if self.optimizer in tuple(OPTIMIZERS) and (problem := sharing_problem(self.optimizer, layout)):
+            object.__setattr__(self, "parallel", None if layout is None else layout.text())
+            if not problems and (problem := sharing_problem(self.optimizer, layout)):
                 problems.append(problem)
         except UsageError as error:
             rule = str(error).removeprefix("parallel").lstrip(": ").replace("; ", ", ")
             problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
-        return problems
+        refuse(problems or self.problems(), f"{self.family}: ")
+
+    def problems(self) -> Iterable[str]:
+        """Return further problems of values that fit their fields, such as two that exclude each other."""
+        return ()
 
     @property
     def layout(self) -> Parallel | None:
@@ -151,32 +161,23 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
 TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 
-def at_least(config: TrialConfig, **floors: int) -> list[str]:
-    """Return `batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
-    problems = []
-    for name, floor in floors.items():
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < floor:
-            problems.append(f"{name} must be an integer >= {floor}, got {value!r}")
-    return problems
+_RULES_OF_TYPES: Mapping[Any, tuple[Allowed, ...]] = {int: (COUNT,), bool: (BOOLEAN,)}
 
 
-def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
-    """Return `optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
-    return [
-        f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
-        for name, known in choices.items()
-        if getattr(config, name) not in tuple(known)  # the value may be of any type, even an unhashable one
-    ]
+@functools.cache
+def rules_of(config: type) -> Mapping[str, tuple[Allowed, ...]]:
+    """Return the allowed values of each field of a config: those of its annotation, or else of its type."""
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        field.name: _RULES_OF_TYPES.get(hints[field.name], getattr(hints[field.name], "__metadata__", ()))
+        for field in fields(config)
+    }
 
 
-def switches(config: TrialConfig, *names: str) -> list[str]:
-    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
-    return [
-        f"{name} must be true or false, got {getattr(config, name)!r}"
-        for name in names
-        if not isinstance(getattr(config, name), bool)
-    ]
+def problem_of_value(name: str, value: Any, rules: Iterable[Allowed]) -> str | None:
+    """Return `batch_size must be an integer >= 1, got 0` for a value that breaks a rule, else None."""
+    broken = next((rule for rule in rules if not rule.fit(value)), None)
+    return None if broken is None else f"{name} must be {broken.words}, got {value!r}"
 
 
 # Precisions with weights, gradients and optimizer state in that type, without autocast.

@@ -100,15 +100,18 @@ def own(family):
         ("diffusion", "base_channels", -64, "base_channels must be an integer >= 1, got -64"),
         ("gnn", "hidden", -8, "hidden must be an integer >= 1, got -8"),
         ("gpt", "embedding_size", -8, "embedding_size must be an integer >= 1, got -8"),
-        ("mlp", "linear_layers", -3, "linear_layers must be >= 2, got -3"),
+        ("mlp", "linear_layers", -3, "linear_layers must be an integer >= 2, got -3"),
         ("mlp", "use_dropout", 5, "use_dropout must be true or false, got 5"),
-        ("gpt", "feed_forward_multiple", "four", "feed_forward_multiple must be a number, got 'four'"),
-        ("dlrm", "tables", 0, "0 gives no config: it leaves rows without a value"),
+        ("gpt", "feed_forward_multiple", "four", "feed_forward_multiple must be a number > 0, got 'four'"),
+        ("dlrm", "tables", 0, "tables must be an integer >= 1, got 0"),
         ("cnn", "depth", {"low": -3, "high": 12}, "low: depth must be an integer >= 1, got -3"),
         ("cnn", "base_filters", {"low": 16, "high": 4096}, "high: base_filters must be <= 2048, got 4096"),
         ("mlp", "dropout", {"low": 0.1, "high": 1.5}, "high: dropout must be a number in [0, 1), got 1.5"),
-        ("mlp", "linear_layers", {"low": 0, "high": 12}, "low: linear_layers must be >= 2, got 0"),
+        ("mlp", "linear_layers", {"low": 0, "high": 12}, "low: linear_layers must be an integer >= 2, got 0"),
         ("diffusion", "base_channels", {"low": 8, "high": 64}, "low: base_channels must be a multiple of 32, got 8"),
+        ("cnn", "dilation", "x", "dilation must be an integer >= 1, got 'x'"),  # some configs reset it
+        ("zoo", "inputs", "float32[0]", "inputs must have sizes >= 1, got float32[0]"),
+        ("mlp", "parallel", 4, "parallel cannot be 4: is text, a mapping or a Parallel, as in parallel=ddp=8, got int"),
     ],
 )
 def test_a_value_beyond_the_family_s_limits_is_named_with_them(family, name, spec, problem):
