@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.selection import POLICIES
 from farm.submission.settings import TrialsSettings
-from featurize.configs.dimensions import Space, default_space, valid_keys
+from featurize.configs.dimensions import Space, default_space, key_rules
 from featurize.configs.space import parse_space, require_within_limits
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS
@@ -154,9 +154,9 @@ class GrowSettings(TrialsSettings):
 def _spaces(families: Sequence[str] | None, common: Mapping[str, Any]) -> tuple[Space, ...]:
     """Return the families' search spaces, with the values of `common` where a family has the key."""
     names = families or [name for name in family_names() if name not in NEED_LIBRARIES]
-    specs_of = {name: {key: spec for key, spec in common.items() if key in valid_keys(name)} for name in names}
+    specs_of = {name: {key: spec for key, spec in common.items() if key in key_rules(name)} for name in names}
     if unused := [str(key) for key in common if not any(key in specs for specs in specs_of.values())]:
-        keys = sorted(set().union(*(valid_keys(name) for name in names)))
+        keys = sorted(set().union(*map(key_rules, names)))
         raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
     spaces = tuple(parse_space(name, {**(default_space(name) or {}), **specs}) for name, specs in specs_of.items())
     for space in spaces if common else ():

@@ -162,11 +162,6 @@ def key_rules(family: str) -> dict[str, tuple[Allowed, ...]]:
     return {**rules_of(module.Config), **sampled_only}
 
 
-def valid_keys(family: str) -> tuple[str, ...]:
-    """Return the keys of this family's space."""
-    return tuple(sorted(key_rules(family)))
-
-
 @cache
 def own_space(family: str) -> Space:
     """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; empty if there is no such file."""
@@ -180,7 +175,7 @@ def parse_space(family: str, specs: Mapping[str, Any] | Iterable[tuple[str, Any]
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
     """
-    known = valid_keys(family)
+    known = sorted(key_rules(family))
     pairs = list(specs.items() if isinstance(specs, Mapping) else specs)
     dimensions: list[Dimension] = []
     problems: list[str] = []

@@ -17,6 +17,7 @@ A family module is imported without torch and holds
                     -> str, optional: identifies its network, where the family has `layers`
     kind(config)    -> str, optional: groups its networks; else family and topology
     loss(config)    -> function of (output, targets) -> scalar tensor, optional; else cross entropy
+    SAMPLED_ONLY    key of the search space that only `repair` consumes -> its allowed values, optional
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` returns a further uniform number in [0, 1) that depends only on the

@@ -65,6 +65,23 @@ def token_batch(config: Any, device: Device, *, per_token: bool) -> Batch:
 USE_DROPOUT = {"use_dropout": BOOLEAN}  # consumed by `switch_dropout`
 
 
+def library_model(make: Callable[[], Module], name: str, *, checkpointing: bool) -> Module:
+    """Return the library's model that `make()` returns, on the current default device.
+
+    `checkpointing` switches its activation checkpointing on. Raises `UsageError`, with its `name`, if it has none.
+    """
+    import torch
+
+    from featurize.nets.checkpointing import switch_on
+    from featurize.recording.skeleton import build_on_meta
+
+    # Constructors read small tensors back, which a default device without memory forbids.
+    model = build_on_meta(make) if torch.get_default_device().type == "meta" else make()
+    if checkpointing:
+        switch_on(model, name)
+    return model
+
+
 def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
     """Consume the sampled switch `use_dropout`: false means `dropout` 0."""
     values = dict(values)
@@ -78,6 +95,14 @@ def at_least(values: dict[str, Any], name: str, floor: int) -> None:
     value = values.get(name)
     if is_integer(value):
         values[name] = max(value, floor)
+
+
+def round_down(values: dict[str, Any], name: str, step: Any) -> None:
+    """Round an integer of a sampled point down to a multiple of `step`, at least to `step`; other values are left
+    for the config to reject."""
+    value = values.get(name)
+    if is_integer(value) and is_integer(step) and step > 0:
+        values[name] = max(value // step, 1) * step
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -157,8 +182,8 @@ def repair_prenorm(
     width, heads = values.get("embedding_size"), values.get("heads")
     if not is_integer(width):
         return values
-    step = heads if is_integer(heads) and heads > 0 else step
-    width = values["embedding_size"] = max(width // step, 1) * step
+    round_down(values, "embedding_size", heads if is_integer(heads) and heads > 0 else step)
+    width = values["embedding_size"]
     if heads is None:
         sizes = [size for size in head_sizes if width % size == 0]
         values["heads"] = width // sizes[int(draw("heads") * len(sizes))]

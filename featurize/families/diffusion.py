@@ -207,12 +207,11 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     """Make widths multiples of 32, the image's size one of 2**(levels - 1), and `heads` the largest number up to it
     with a multiple of 8 channels a head. Consumes `use_dropout`."""
     values = parts.switch_dropout(values)
-    size, levels = values.get("image_size"), values.get("levels")
-    if parts.is_integer(size) and parts.is_integer(levels) and 0 < levels < 32:
-        values["image_size"] = max(size >> (levels - 1), 1) << (levels - 1)
+    levels = values.get("levels")
+    if parts.is_integer(levels) and 0 < levels < 32:
+        parts.round_down(values, "image_size", 2 ** (levels - 1))
+    parts.round_down(values, "base_channels", GROUPS)
     width, heads = values.get("base_channels"), values.get("heads")
-    if parts.is_integer(width):
-        width = values["base_channels"] = max(width // GROUPS, 1) * GROUPS
-        if parts.is_integer(heads) and heads > 0:
-            values["heads"] = next(n for n in range(heads, 0, -1) if n == 1 or width % (MIN_HEAD * n) == 0)
+    if parts.is_integer(width) and parts.is_integer(heads) and heads > 0:
+        values["heads"] = next(n for n in range(heads, 0, -1) if n == 1 or width % (MIN_HEAD * n) == 0)
     return values

@@ -136,11 +136,10 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     network get the same config. The degree is lowered to what `MAX_SAMPLED_EDGES` allows. Consumes
     `use_dropout`."""
     values = parts.switch_dropout(values)
-    heads, hidden = values.get("heads"), values.get("hidden")
-    if values.get("operator", "gcn") != "gat":
+    if values.get("operator", "gcn") == "gat":
+        parts.round_down(values, "hidden", values.get("heads"))
+    else:
         values.pop("heads", None)
-    elif parts.is_integer(heads) and heads > 0 and parts.is_integer(hidden):
-        values["hidden"] = max(hidden // heads, 1) * heads
     nodes, degree, graphs = values.get("nodes"), values.get("degree"), values.get("batch_size")
     if not (parts.is_integer(nodes) and parts.is_integer(degree) and parts.is_integer(graphs)):
         return values

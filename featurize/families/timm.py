@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from conf.errors import UsageError
+from featurize.families import _parts as parts
 from featurize.job.layers import Layer
 from featurize.job.layout import Allowed
 from featurize.job.training_settings import COUNT, TrialConfig
@@ -85,21 +86,13 @@ def build(config: Config) -> torch.nn.Module:
     A model without a head returns the mean over its feature map instead. Raises `UsageError` as `layers` does, and for
     a model that cannot checkpoint its activations although the config asks for it.
     """
-    import torch
-
-    from featurize.nets.checkpointing import switch_on
-    from featurize.recording.skeleton import build_on_meta
-
-    def make() -> torch.nn.Module:
-        model = _create(config.model, config.image_size)
-        if config.activation_checkpointing:
-            switch_on(model, f"timm's model {config.model!r}")
-        # A hook, not a wrapping module, so that the modules keep timm's names.
-        model.register_forward_hook(_as_logits)
-        return model
-
-    # Constructors read small tensors back, which a default device without memory forbids.
-    return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
+    model = parts.library_model(
+        lambda: _create(config.model, config.image_size),
+        f"timm's model {config.model!r}",
+        checkpointing=config.activation_checkpointing,
+    )
+    model.register_forward_hook(_as_logits)  # not a wrapping module, so that the modules keep timm's names
+    return model
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

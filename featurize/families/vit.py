@@ -95,7 +95,5 @@ batch = parts.classified_images
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Return sizes that fit each other, see `_parts.repair_prenorm`; the image becomes a whole number of patches."""
     values = parts.repair_prenorm(values, draw)
-    side, patch = values.get("image_size"), values.get("patch_size")
-    if parts.is_integer(side) and parts.is_integer(patch) and patch > 0:
-        values["image_size"] = max(side // patch, 1) * patch
+    parts.round_down(values, "image_size", values.get("patch_size"))
     return values

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import exception_line
+from featurize.families._parts import library_model
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer
 from featurize.job.layout import Allowed
@@ -260,19 +261,12 @@ def build(config: Config) -> torch.nn.Module:
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
     except for the inputs; and for a model that cannot checkpoint its activations although the config asks for it.
     """
-    import torch
-
-    from featurize.nets.checkpointing import switch_on
-    from featurize.recording.skeleton import build_on_meta
-
-    def make() -> torch.nn.Module:
-        model = create(config.model, config.arguments)
-        if config.activation_checkpointing:
-            switch_on(model, f"zoo: {config.model}")
-        return _hook(model, parse_tensors(config.inputs))
-
-    # Constructors read small tensors back, which a default device without memory forbids.
-    return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
+    model = library_model(
+        lambda: create(config.model, config.arguments),
+        f"zoo: {config.model}",
+        checkpointing=config.activation_checkpointing,
+    )
+    return _hook(model, parse_tensors(config.inputs))
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
