@@ -154,7 +154,7 @@ _MODEL = Allowed(
     "MODULE:FACTORY, as in torchvision.models:resnet50",
 )
 _ARGUMENTS = Allowed(
-    lambda arguments: parse_arguments(canonical_arguments(arguments)) is not None,
+    lambda arguments: arguments is None or parse_arguments(arguments) is not None,
     'a JSON object, as in {"num_classes": 10}',
 )
 # Errors of a factory with unsuitable arguments or Python code. Running out of memory is not one of these.

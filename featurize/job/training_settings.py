@@ -176,8 +176,10 @@ def rules_of(config: type) -> Mapping[str, tuple[Allowed, ...]]:
 
 def problem_of_value(name: str, value: Any, rules: Iterable[Allowed]) -> str | None:
     """Return `batch_size must be an integer >= 1, got 0` for a value that breaks a rule, else None."""
-    broken = next((rule for rule in rules if not rule.fit(value)), None)
-    return None if broken is None else f"{name} must be {broken.words}, got {value!r}"
+    for rule in rules:
+        if not rule.fit(value):
+            return f"{name} must be {rule.words}, got {value!r}"
+    return None
 
 
 # Precisions with weights, gradients and optimizer state in that type, without autocast.

@@ -171,14 +171,10 @@ class TransformerClassifier(nn.Module):
         self.softmax = nn.Softmax(dim=1) if softmax else None
 
     def forward(self, tokens_NL: torch.Tensor) -> torch.Tensor:
-        x_NLE = self.embedding(tokens_NL) + self.positions_1LE
+        embedded_NLE = self.embedding(tokens_NL) + self.positions_1LE
+        x_NLE = self.encoder(embedded_NLE, src_mask=self.mask_LL if self.causal else None, is_causal=self.causal)
         if self.decoder is not None:
-            memory_NLE = self.encoder(x_NLE)
-            x_NLE = self.decoder(x_NLE, memory_NLE, tgt_mask=self.mask_LL, tgt_is_causal=True)
-        elif self.causal:
-            x_NLE = self.encoder(x_NLE, src_mask=self.mask_LL, is_causal=True)
-        else:
-            x_NLE = self.encoder(x_NLE)
+            x_NLE = self.decoder(embedded_NLE, x_NLE, tgt_mask=self.mask_LL, tgt_is_causal=True)
         logits = self.head(x_NLE.mean(dim=1))
         return logits if self.softmax is None else self.softmax(logits)
 
