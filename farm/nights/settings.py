@@ -11,9 +11,9 @@ from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.selection import POLICIES
 from farm.submission.settings import TrialsSettings
-from featurize.configs.dimensions import Space, default_space, key_rules
+from featurize.configs.dimensions import Space, default_space
 from featurize.configs.space import parse_space, require_within_limits
-from featurize.families import family_names
+from featurize.families import family_names, key_rules
 from learn.estimators.protocol import ESTIMATORS
 from learn.rows.data import TARGETS
 

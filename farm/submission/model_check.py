@@ -29,7 +29,7 @@ from featurize.configs.trial import (
     data_refusal,
     printable,
 )
-from featurize.families import get_family
+from featurize.families import get_family, repaired
 from featurize.trace.light_imports import without_compiler
 
 PATIENCE_S = 300.0  # time for all models of a submission; models not checked by then are queued
@@ -95,10 +95,9 @@ def _library(family: str, model: str) -> str:
 
 def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
     """Return a few configs of the space with this model, spread over the other dimensions."""
-    family = get_family(space.family)
     for step in range(_TRIED_ON):
         point = space.values([(step + 0.5) / _TRIED_ON] * len(space.varied))
-        values = family.repair({**point, _FIELD: model}, lambda _name: 0.5)
+        values = repaired(space.family, {**point, _FIELD: model}, lambda _name: 0.5)
         with contextlib.suppress(UsageError):
             yield config_from_mapping({"family": space.family, **values})
 

@@ -16,8 +16,6 @@ from typing import Any, TypeGuard
 from conf.errors import UsageError, collected, refuse
 from featurize import families
 from featurize.configs.trial import canonical_json, code_fields
-from featurize.job.layout import Allowed
-from featurize.job.training_settings import rules_of
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
@@ -154,14 +152,6 @@ class Space:
         return {"family": self.family, "space": [[d.name, d.spec()] for d in self.dimensions]}
 
 
-def key_rules(family: str) -> dict[str, tuple[Allowed, ...]]:
-    """Return the keys of this family's space, each with its allowed values: the fields of its config, and keys that
-    only its `repair` consumes."""
-    module = families.get_family(family)
-    sampled_only = {name: (allowed,) for name, allowed in getattr(module, "SAMPLED_ONLY", {}).items()}
-    return {**rules_of(module.Config), **sampled_only}
-
-
 @cache
 def own_space(family: str) -> Space:
     """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; empty if there is no such file."""
@@ -175,7 +165,7 @@ def parse_space(family: str, specs: Mapping[str, Any] | Iterable[tuple[str, Any]
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
     """
-    known = sorted(key_rules(family))
+    known = sorted(families.key_rules(family))
     pairs = list(specs.items() if isinstance(specs, Mapping) else specs)
     dimensions: list[Dimension] = []
     problems: list[str] = []

@@ -305,9 +305,9 @@ def _configs_at(
             continue
         # Repaired once, so that all batch sizes get the same network.
         largest = {"batch_size": max(sizes)} if sizes else {}
-        repaired = family.repair({**drawn_values, **largest}, partial(_draw, key, index, attempt))
+        fields = families.repaired(space.family, {**drawn_values, **largest}, partial(_draw, key, index, attempt))
         configs: list[TrialConfig] = []
-        for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
+        for values in [{**fields, "batch_size": size} for size in sizes] or [fields]:
             built = _build(family, values, limits)
             if isinstance(built, dict):
                 rejected.append(built)

@@ -14,11 +14,10 @@ from typing import Any, TypeGuard
 
 from conf.errors import CommandError, UsageError, refuse
 from featurize import families
-from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, key_rules, own_space
+from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from featurize.configs.dimensions import parse_space as parse_space
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import TrialConfig
-from featurize.job.layout import BOOLEAN
 from featurize.job.training_settings import problem_of_value, rules_of
 
 _TRIED_ON = 16  # configs that a value is tried on
@@ -78,7 +77,7 @@ def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | No
 
 def _problem_alone(family: str, name: str, value: Any) -> str | None:
     """Return why no config has this value, whatever its other fields are."""
-    if rules := key_rules(family)[name]:
+    if rules := families.key_rules(family)[name]:
         return problem_of_value(name, value, rules)
     texts = _problems(_own_configs(family)[0], name, value)  # a layout or tensors, which the config itself parses
     return "; ".join(text for text in texts if text.startswith(f"{name} ")) or None
@@ -86,7 +85,7 @@ def _problem_alone(family: str, name: str, value: Any) -> str | None:
 
 def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
     """Return the value of a key after the family's `repair`."""
-    return families.get_family(config.family).repair({**vars(config), name: value}, lambda _name: 0.5).get(name, value)
+    return families.repaired(config.family, {**vars(config), name: value}, lambda _name: 0.5).get(name, value)
 
 
 def _problems(config: TrialConfig, name: str, value: Any) -> list[str]:
@@ -109,12 +108,10 @@ def _own_configs(family: str) -> tuple[TrialConfig, ...]:
 
 def _changed_constants(space: Space) -> Iterator[str]:
     """Yield a problem for each given number that no config of this space has, because `repair` changes it."""
-    module = families.get_family(space.family)
-    fields = rules_of(module.Config)
+    fields = rules_of(families.get_family(space.family).Config)
     given = [d for d in space.dimensions if isinstance(d, Constant) and d.name in fields]
     constants = [d for d in given if isinstance(d.fixed, bool | int | float)]
-    # Without the bools that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
-    dimensions = tuple(d for d in space.dimensions if d.name in fields or module.SAMPLED_ONLY[d.name] is not BOOLEAN)
+    dimensions = tuple(d for d in space.dimensions if d.name != "use_dropout")  # false sets the rate to 0 on purpose
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
     except CommandError:  # the space has no config at all; sampling reports why

@@ -20,8 +20,9 @@ A family module is imported without torch and holds
     SAMPLED_ONLY    key of the search space that only `repair` consumes -> its allowed values, optional
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
-that divide the embedding, ...); `draw(name)` returns a further uniform number in [0, 1) that depends only on the
-sampled point and `name`. Values that it cannot repair stay, and `Config`'s validation rejects them.
+that divide the embedding, ...) and may change the dict; `draw(name)` returns a further uniform number in [0, 1) that
+depends only on the sampled point and `name`. Values that it cannot repair stay, and `Config`'s validation rejects them.
+`repaired` calls it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import require_one_of
+from featurize.job.layout import BOOLEAN, Allowed
+from featurize.job.training_settings import TrialConfig, rules_of
 
 if TYPE_CHECKING:
     from featurize.job.layers import Layer
-    from featurize.job.training_settings import TrialConfig
 
 
 @functools.cache  # needed for each config that is parsed
@@ -50,6 +52,25 @@ def get_family(name: str) -> ModuleType:
     """Return the family's module. Raises `UsageError`, with the known names, for an unknown one."""
     require_one_of("family", name, family_names())
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def key_rules(family: str) -> dict[str, tuple[Allowed, ...]]:
+    """Return the keys of a family's search space, each with its allowed values: the fields of its config, and keys that
+    only `repaired` consumes. A family with `dropout` also has the switch `use_dropout`."""
+    module = get_family(family)
+    rules = rules_of(module.Config)
+    switch = {"use_dropout": BOOLEAN} if "dropout" in rules else {}
+    sampled_only = {**switch, **getattr(module, "SAMPLED_ONLY", {})}
+    return {**rules, **{name: (allowed,) for name, allowed in sampled_only.items()}}
+
+
+def repaired(family: str, values: Mapping[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Return a sampled point as the fields of the family's config, by its `repair`. `use_dropout` false is rate 0."""
+    values = dict(values)
+    if values.pop("use_dropout", True) is False:
+        values["dropout"] = 0.0
+    fields: dict[str, Any] = get_family(family).repair(values, draw)
+    return fields
 
 
 def layers_of(config: TrialConfig) -> list[Layer]:

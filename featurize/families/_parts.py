@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from featurize.job.layers import Layer
-from featurize.job.layout import BOOLEAN, POSITIVE
+from featurize.job.layout import POSITIVE
 
 if TYPE_CHECKING:  # for families' annotations
     import torch
@@ -62,9 +62,6 @@ def token_batch(config: Any, device: Device, *, per_token: bool) -> Batch:
     return (tokens,), torch.randint(config.classes, size[:1], device=device)
 
 
-USE_DROPOUT = {"use_dropout": BOOLEAN}  # consumed by `switch_dropout`
-
-
 def library_model(make: Callable[[], Module], name: str, *, checkpointing: bool) -> Module:
     """Return the library's model that `make()` returns, on the current default device.
 
@@ -80,14 +77,6 @@ def library_model(make: Callable[[], Module], name: str, *, checkpointing: bool)
     if checkpointing:
         switch_on(model, name)
     return model
-
-
-def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
-    """Consume the sampled switch `use_dropout`: false means `dropout` 0."""
-    values = dict(values)
-    if values.pop("use_dropout", True) is False:
-        values["dropout"] = 0.0
-    return values
 
 
 def at_least(values: dict[str, Any], name: str, floor: int) -> None:
@@ -109,7 +98,7 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-SAMPLED_ONLY = {"feed_forward_multiple": POSITIVE, **USE_DROPOUT}  # consumed by `repair_prenorm`
+SAMPLED_ONLY = {"feed_forward_multiple": POSITIVE}  # consumed by `repair_prenorm`
 HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
 
 
@@ -176,8 +165,7 @@ def repair_prenorm(
     values: dict[str, Any], draw: Callable[[str], float], *, head_sizes: range = HEAD_SIZES, step: int = 32
 ) -> dict[str, Any]:
     """Make the embedding a multiple of `step` (or of a given `heads`), `heads` one of its divisors unless given, and
-    `feed_forward_multiple` the absolute `feed_forward`; consumes `use_dropout`."""
-    values = switch_dropout(values)
+    `feed_forward_multiple` the absolute `feed_forward`."""
     multiple = values.pop("feed_forward_multiple", None)
     width, heads = values.get("embedding_size"), values.get("heads")
     if not is_integer(width):

@@ -19,7 +19,6 @@ PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hour
 TOPOLOGIES = (*PLAIN, "residual", "dense")
 MAX_FILTERS = 2048
 SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
-SAMPLED_ONLY = parts.USE_DROPOUT
 DENSE_LAYERS = 4  # convolutions in a dense block
 _NARROW = Allowed(lambda filters: filters <= MAX_FILTERS, f"<= {MAX_FILTERS}")
 MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in the first block
@@ -221,8 +220,7 @@ batch = parts.classified_images
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make it deep enough for one residual or dense block, and reset settings without effect, so that two points that
-    build the same network get the same config. Consumes `use_dropout`."""
-    values = parts.switch_dropout(values)
+    build the same network get the same config."""
     topology = values.get("topology", "pyramid")
     parts.at_least(values, "depth", MIN_DEPTH.get(topology, 1))
     if values.get("kernel_size") == 1:

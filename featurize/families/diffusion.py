@@ -18,7 +18,6 @@ from featurize.job.training_settings import COUNT, Rate, TrialConfig, integer
 GROUPS = 32  # groups of every group norm: all widths are multiples
 _WHOLE_GROUPS = Allowed(lambda channels: channels % GROUPS == 0, f"a multiple of {GROUPS}")
 TIMESTEPS = 1000  # steps at which the noise is drawn
-SAMPLED_ONLY = parts.USE_DROPOUT
 MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels need
 
 
@@ -205,8 +204,7 @@ def loss(config: Config) -> Callable[..., Any]:
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make widths multiples of 32, the image's size one of 2**(levels - 1), and `heads` the largest number up to it
-    with a multiple of 8 channels a head. Consumes `use_dropout`."""
-    values = parts.switch_dropout(values)
+    with a multiple of 8 channels a head."""
     levels = values.get("levels")
     if parts.is_integer(levels) and 0 < levels < 32:
         parts.round_down(values, "image_size", 2 ** (levels - 1))

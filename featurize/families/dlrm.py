@@ -126,7 +126,6 @@ def loss(config: Config) -> Callable[..., Any]:
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make `rows` from `tables`: one table has `largest_table` rows, the others between `smallest_table` and it, drawn
     evenly on a log scale. Gradients are dense where the optimizer does not support sparse ones."""
-    values = dict(values)
     tables, low, high = (values.pop(name, None) for name in SAMPLED_ONLY)
     if "rows" not in values and all(parts.is_integer(n) and n > 0 for n in (tables, low, high)):
         low = min(low, high)

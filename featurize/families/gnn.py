@@ -15,7 +15,6 @@ from featurize.job.layout import one_of
 from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 OPERATORS = ("gcn", "sage", "gat")
-SAMPLED_ONLY = parts.USE_DROPOUT
 MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
 
 
@@ -133,9 +132,7 @@ def batch(config: Config, device: parts.Device) -> parts.Batch:
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make `hidden` a multiple of `heads` for attention; others get one head, so that two points that build the same
-    network get the same config. The degree is lowered to what `MAX_SAMPLED_EDGES` allows. Consumes
-    `use_dropout`."""
-    values = parts.switch_dropout(values)
+    network get the same config. The degree is lowered to what `MAX_SAMPLED_EDGES` allows."""
     if values.get("operator", "gcn") == "gat":
         parts.round_down(values, "hidden", values.get("heads"))
     else:

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import BOOLEAN, one_of
+from featurize.job.layout import one_of
 from featurize.job.training_settings import Activation, Rate, TrialConfig, integer
 
 TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
-SAMPLED_ONLY = {"linear_layers": integer(2), "use_dropout": BOOLEAN}  # consumed by `repair`
+SAMPLED_ONLY = {"linear_layers": integer(2)}  # consumed by `repair`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,7 @@ def batch(config: Config, device: parts.Device) -> parts.Batch:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Turn `linear_layers`, the number of all linear layers, into `depth` unless that is given; consume
-    `use_dropout`."""
-    values = parts.switch_dropout(values)
+    """Turn `linear_layers`, the number of all linear layers, into `depth` unless that is given."""
     linear_layers = values.pop("linear_layers", None)
     if "depth" not in values and linear_layers is not None:
         extra = 2 if values.get("topology") == "bottleneck" and linear_layers != 2 else 1

@@ -17,7 +17,6 @@ from featurize.job.training_settings import Rate, TrialConfig
 
 GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
-SAMPLED_ONLY = parts.USE_DROPOUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +102,7 @@ def batch(config: Config, device: parts.Device) -> parts.Batch:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Give a language model one direction, and reset its `classes`, which have no effect, to the default. Consumes
-    `use_dropout`."""
-    values = parts.switch_dropout(values)
+    """Give a language model one direction, and reset its `classes`, which have no effect, to the default."""
     if values.get("task") == "language_model":
         values["bidirectional"] = False
         values.pop("classes", None)

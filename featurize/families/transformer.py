@@ -126,5 +126,5 @@ batch = functools.partial(parts.token_batch, per_token=False)
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Return sizes that fit each other, see `_parts.repair_prenorm`; a hybrid has a layer for each of its stacks."""
     if values.get("topology") == "hybrid":
-        parts.at_least(values := dict(values), "depth", 2)
+        parts.at_least(values, "depth", 2)
     return parts.repair_prenorm(values, draw, head_sizes=HEAD_SIZES, step=16)

@@ -122,7 +122,6 @@ def loss(config: Config) -> Callable[..., Any]:
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make the image's size a multiple of 2**depth."""
-    values = dict(values)
     depth = values.get("depth")
     if parts.is_integer(depth) and 0 < depth < 32:
         parts.round_down(values, "image_size", 2**depth)

@@ -282,7 +282,6 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Split an entry of the search space, `MODEL INPUTS {ARGUMENTS}`; a field that is sampled separately
     (`arch.space.inputs=...`) takes precedence."""
-    values = dict(values)
     model = values.get("model")
     if not isinstance(model, str) or len(parts := model.strip().split(None, 1)) < 2:
         return values

@@ -17,7 +17,7 @@ from plan_checks import (
 from conf.errors import UsageError
 from featurize.configs.draws import POLICIES, sample_range
 from featurize.configs.trial import config_from_mapping
-from featurize.families import cnn, family_names, get_family, layers_of, mlp
+from featurize.families import cnn, family_names, get_family, layers_of, mlp, repaired
 from featurize.job.layers import totals
 from tests.featurize.small_configs import own_space
 
@@ -148,7 +148,7 @@ def test_a_token_sees_only_those_before_it(family, changes):
 def test_sampled_values_become_fields_that_fit(family, changes):
     values, draw, fields = changes
     before = dict(values)
-    assert get_family(family).repair(values, draw.__getitem__ if isinstance(draw, dict) else lambda _: draw) == fields
+    assert repaired(family, values, draw.__getitem__ if isinstance(draw, dict) else lambda _: draw) == fields
     assert values == before
 
 

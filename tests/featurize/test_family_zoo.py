@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.trial import named_by_user
-from featurize.families import timm, zoo
+from featurize.families import repaired, timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision
 from featurize.recording.skeleton import plan_of_module
@@ -80,7 +80,7 @@ def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_befor
     assert one.arguments == '{"x":1,"y":[2,false]}'
     given = {"model": "a.b:c float32[3] {x: 1}", "inputs": "float32[5]", "arguments": None, "batch_size": 2}
     before = dict(given)
-    assert zoo.repair(given, None) == {**given, "model": "a.b:c", "arguments": "{x: 1}"} and given == before
+    assert repaired("zoo", given, None) == {**given, "model": "a.b:c", "arguments": "{x: 1}"} and given == before
     assert config("a:b", "float32[3, 4],int64[]<7 ; m=bool[2]").inputs == "float32[3,4] int64[]<7 m=bool[2]"
 
 

@@ -109,6 +109,13 @@ def own(family):
         ("mlp", "dropout", {"low": 0.1, "high": 1.5}, "high: dropout must be a number in [0, 1), got 1.5"),
         ("mlp", "linear_layers", {"low": 0, "high": 12}, "low: linear_layers must be an integer >= 2, got 0"),
         ("diffusion", "base_channels", {"low": 8, "high": 64}, "low: base_channels must be a multiple of 32, got 8"),
+        (
+            "gnn",
+            "use_dropout",
+            {"low": 1, "high": 1.5},
+            "low: use_dropout must be true or false, got 1; arch.space."
+            "use_dropout: high: use_dropout must be true or false, got 1.5",
+        ),
         ("cnn", "dilation", "x", "dilation must be an integer >= 1, got 'x'"),  # some configs reset it
         ("zoo", "inputs", "float32[0]", "inputs must have sizes >= 1, got float32[0]"),
         ("mlp", "parallel", 4, "parallel cannot be 4: is text, a mapping or a Parallel, as in parallel=ddp=8, got int"),
