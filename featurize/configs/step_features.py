@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -294,21 +294,15 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
     kinds: dict[str, float] = dict.fromkeys(_CONVOLUTIONS, 0.0)
     convolution_elements: dict[str, float] = dict.fromkeys(_CONVOLUTIONS, 0.0)
     largest = widest_in = widest_out = widest_weight = pixels = tokens = head = 0.0
-    readers: dict[int, int] = defaultdict(int)
-    forward = 0
-    of_batch = _reached_by_batch(trace)
-    for index, op in enumerate(trace.operators):
-        if op.phase != "forward":
-            continue
-        forward += 1
-        for source in op.sources:
-            if source >= 0:
-                readers[source] += 1
+    reached = zip(trace.operators, _reached_by_batch(trace), strict=True)
+    forward = [(op, of_batch) for op, of_batch in reached if op.phase == "forward"]
+    readers = Counter(source for op, _ in forward for source in op.sources if source >= 0)
+    for op, of_batch in forward:
         kind = category(op.name)
         # Only the first output: others are statistics and the like, which do not grow with the batch; nor does a loss.
         elements_made = math.prod(op.output_shapes[0]) if op.output_shapes and kind != "loss" else 0
         work = op.flops if kind != "loss" else 0
-        if of_batch[index]:
+        if of_batch:
             elements_made, work = (size // batch if size % batch == 0 else 0 for size in (elements_made, work))
         counts[kind] += 1
         elements[kind] += elements_made
@@ -351,8 +345,8 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
         "net_share_largest_output": largest / all_elements,
         "net_log_flops_per_element": math.log2(1 + all_flops / all_elements),
         "net_log_parameters_per_element": math.log2((1 + trace.parameters) / all_elements),
-        "net_operators": float(forward),
-        "net_joins": sum(n > 1 for n in readers.values()) / max(forward, 1),
+        "net_operators": float(len(forward)),
+        "net_joins": sum(n > 1 for n in readers.values()) / max(len(forward), 1),
         "net_log_widest_in": _log(widest_in),
         "net_log_widest_out": _log(widest_out),
         "net_log_widest_weight": _log(widest_weight),
