@@ -215,20 +215,20 @@ def _range(name: str, spec: Mapping[str, Any]) -> Range:
     for key, value in (("low", low), ("high", high), ("step", step)):
         if key not in spec and key != "step":
             problems.append(f"{key} is missing")
-        elif not _is_number(value) and (key != "step" or value is not None):
+        elif not is_number(value) and (key != "step" or value is not None):
             problems.append(f"{key} must be a finite number, got {value!r}")
     if scale not in SCALES:
         problems.append(f"unknown scale {scale!r}; known: {', '.join(SCALES)}")
-    if _is_number(low) and _is_number(high):
+    if is_number(low) and is_number(high):
         if low > high:
             problems.append(f"low {low} > high {high}")
         if scale == "log" and low <= 0:
             problems.append(f"a log scale needs low > 0, got {low}")
         if isinstance(low, int) and isinstance(high, int) and isinstance(step, float):
             problems.append(f"step of an integer range must be an integer, got {step}")
-    if _is_number(step) and step <= 0:
+    if is_number(step) and step <= 0:
         problems.append(f"step must be > 0, got {step}")
-    if problems or not (_is_number(low) and _is_number(high)):
+    if problems or not (is_number(low) and is_number(high)):
         raise UsageError("; ".join(f"{name}: {problem}" for problem in problems))
     if scale == "auto":
         scale = "log" if low > 0 and high / low >= AUTO_LOG_RATIO else "uniform"
@@ -236,10 +236,11 @@ def _range(name: str, spec: Mapping[str, Any]) -> Range:
 
 
 def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, bool | str) or _is_number(value)
+    return value is None or isinstance(value, bool | str) or is_number(value)
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value is a finite number that the queue and the warehouse can store."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -_LARGEST <= value <= _LARGEST if isinstance(value, int) else math.isfinite(value)

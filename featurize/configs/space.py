@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from conf.errors import CommandError, UsageError, refuse
 from featurize import families
-from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
+from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, is_number, own_space
 from featurize.configs.dimensions import parse_space as parse_space
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import TrialConfig
@@ -68,9 +68,9 @@ def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | No
     if problem is None:
         return None
     repaired = [_repair(config, name, value) for config in _own_configs(family)]
-    if not _is_number(value):
+    if not is_number(value):
         return problem if value in repaired else None
-    adjusted = [result for result in repaired if _is_number(result) and (end == "high" or result <= value)]
+    adjusted = [result for result in repaired if is_number(result) and (end == "high" or result <= value)]
     fits = end is not None and any(_problem_alone(family, name, result) is None for result in adjusted)
     return None if fits else problem
 
@@ -133,7 +133,3 @@ def _reason_of_change(config: TrialConfig, name: str, value: Any) -> str | None:
     if families.layers_of(config) == families.layers_of(dataclasses.replace(config, **{name: value})):
         return None
     return "sizes have to fit each other"
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
