@@ -116,6 +116,13 @@ def own(family):
             "low: use_dropout must be true or false, got 1; arch.space."
             "use_dropout: high: use_dropout must be true or false, got 1.5",
         ),
+        (
+            "rnn",
+            "bidirectional",
+            {"low": 0, "high": 1},
+            "low: bidirectional must be true or false, got 0; "
+            "arch.space.bidirectional: high: bidirectional must be true or false, got 1",
+        ),
         ("cnn", "dilation", "x", "dilation must be an integer >= 1, got 'x'"),  # some configs reset it
         ("zoo", "inputs", "float32[0]", "inputs must have sizes >= 1, got float32[0]"),
         ("mlp", "parallel", 4, "parallel cannot be 4: is text, a mapping or a Parallel, as in parallel=ddp=8, got int"),
