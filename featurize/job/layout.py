@@ -82,6 +82,7 @@ def _whole(least: int, most: float, words: str) -> Allowed:
 
 
 def one_of(choices: Iterable[Any]) -> Allowed:
+    """Return the rule of a value that is one of the choices."""
     known = tuple(choices)  # also for values that cannot be hashed
     return Allowed(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
