@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from learn.estimation.platforms import Platform
 
 MOST_ANSWERS = 5000
-MOST_OF_JOB = 100  # stored answers about one job, which are written together
 _answers: dict[str, Estimate] = {}  # oldest first
 
 
@@ -108,37 +107,23 @@ def answer_on(
 ) -> list[Estimate | CommandError]:
     """Return a job's estimate, or its error, on each platform, from the cache or made now. The job is traced once, with
     `traces` as in `make_estimate`. New estimates are stored in the cache."""
-    job_key, request = _key(request)
+    key, request = _key(request)
     traces = {} if traces is None else traces
-    if job_key is None:
+    if key is None:
         return [outcome for outcome, _ in _make_estimates(request, platforms, False, traces)]
-    keys = [_digest(job_key, platform, platform.device.interconnect) for platform in platforms]
-    outcomes: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
-    stored = _stored(job_key) if len(outcomes) < len({*keys}) else {}
-    for key in keys:
-        if key not in outcomes and key in stored:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                outcomes[key] = Estimate.from_mapping(stored[key])
-    missing = {key: on for key, on in zip(keys, platforms, strict=True) if key not in outcomes}
+    keys = [_digest(key, platform, platform.device.interconnect) for platform in platforms]
+    outcomes = _recall(keys)
+    missing = {answer_key: on for answer_key, on in zip(keys, platforms, strict=True) if answer_key not in outcomes}
     with kept_at_once():
         if missing:
             made = _make_estimates(request, list(missing.values()), False, traces)
             outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
-        estimates = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Estimate)}
-        if not missing.keys().isdisjoint(estimates):
-            others = list(stored.items())[-MOST_OF_JOB:]
-            keep({f"answers {job_key}": {**dict(others), **estimates}})
+        estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
+        keep(_entries({new: estimates[new] for new in missing if new in estimates}))
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    return [_copy(estimates[key]) if key in estimates else outcomes[key] for key in keys]
-
-
-def _stored(job_key: str) -> dict[str, Any]:
-    """Return the answers about a job in the user's cache, by key. They are one entry: a table's answers are written,
-    and read, in one piece."""
-    (answers,) = recall(f"answers {job_key}")
-    return answers if isinstance(answers, dict) else {}
+    return [_copy(estimates[answer_key]) if answer_key in estimates else outcomes[answer_key] for answer_key in keys]
 
 
 def _copy(estimate: Estimate) -> Estimate:
@@ -162,6 +147,31 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
     if any(files):
         files.write(request, estimate, traced)
     return estimate
+
+
+def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Return the cache's entries for new answers by key: the first one's holds all, and the others' name it."""
+    if not estimates:
+        return {}
+    first, *others = estimates
+    return {f"answer {first}": estimates, **{f"answer {key}": first for key in others}}
+
+
+def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
+    """Return the answers that are in memory or in the user's cache, by key."""
+    known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
+    others = [key for key in keys if key not in known]
+    entries = _stored(others)
+    entries |= _stored({home for home in entries.values() if isinstance(home, str) and home not in entries})
+    for key in others:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            home = entries[key]
+            known[key] = Estimate.from_mapping((entries[home] if isinstance(home, str) else home)[key])
+    return known
+
+
+def _stored(keys: Collection[str]) -> dict[str, Any]:
+    return dict(zip(keys, recall(*(f"answer {key}" for key in keys)), strict=True))
 
 
 def clear() -> None:
