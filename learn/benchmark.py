@@ -179,7 +179,7 @@ def _notes_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned:
     fitted = [part for part in parts if part.name != NEVER_FITTED]
     asked = sum(len(part.outside) for part in fitted)
     if fitted and settings.split == "holdout":
-        return [f"asked: {asked} rows that are held out; learned estimators saw the other {len(fitted[0].inside)}"]
+        return [f"asked: {asked} rows that are held out; learned estimators saw the other {fitted[0].inside.sum()}"]
     if not (fitted and learned):
         return []
     how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"

@@ -26,7 +26,7 @@ from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
-from learn.judging.evaluate import GROUPINGS, SPLITS, Part, ask_parts
+from learn.judging.evaluate import GROUPINGS, SLOWDOWN_GROUPINGS, SPLITS, Part, ask_parts
 from learn.judging.scores import NEVER_FITTED_ON, Asked, Given, given_of, median, sample
 from learn.rows.data import (
     SLOWDOWN,
@@ -153,14 +153,21 @@ class BenchmarkSettings(Checked):
     trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
-        if self.target == SLOWDOWN:  # it takes few of the keys
-            from learn.commands import sharing
-
+        of_slowdowns = self.target == SLOWDOWN  # which takes few of the keys
+        if of_slowdowns:
             yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
-            yield from self._problems_of_by(sharing.SPLITS)
         else:
-            yield from self._problems_of_rows()
-        yield from self._problems_of_paths()
+            yield from self._problems_of_published()
+        groupings = SLOWDOWN_GROUPINGS if of_slowdowns else GROUPINGS
+        if self.by not in (None, *groupings):
+            yield str(unknown_name("by", self.by, groupings))
+        if not of_slowdowns:
+            yield from self._problems_of_estimators()
+        for name in ("out", "report"):  # the files to write: now, not after an hour
+            if (path := getattr(self, name)) is not None:
+                yield from output_problems(path, key=name)
+        if self.out is not None and self.out == self.report:
+            yield f"out= and report= are the same file, {self.out}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,23 +181,13 @@ class BenchmarkSettings(Checked):
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )
 
-    def _problems_of_rows(self) -> Iterator[str]:
-        if self.published is not None:
-            yield from self._problems_of_published()
-        elif self.paper:
-            yield "paper=true makes its tables from published files; give published=FOLDER with it"
-        if self.published is None and self.files is not None:
-            yield "files= picks published files; give published=FOLDER with it"
-        yield from self._problems_of_by(GROUPINGS)
-        if self.split == "leave_one_out" and self.by is None:
-            yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
-        yield from self._problems_of_estimators()
-
-    def _problems_of_by(self, groupings: Sequence[str]) -> Iterator[str]:
-        if self.by not in (None, *groupings):
-            yield str(unknown_name("by", self.by, groupings))
-
     def _problems_of_published(self) -> Iterator[str]:
+        if self.published is None:
+            if self.paper:
+                yield "paper=true makes its tables from published files; give published=FOLDER with it"
+            if self.files is not None:
+                yield "files= picks published files; give published=FOLDER with it"
+            return
         if not self.published:
             yield "published= names no file or folder"
         elif self.target not in PUBLISHED_TARGETS:
@@ -205,6 +202,8 @@ class BenchmarkSettings(Checked):
             yield "source= is for the warehouse's runs, and published= was given"
 
     def _problems_of_estimators(self) -> Iterator[str]:
+        if self.split == "leave_one_out" and self.by is None:
+            yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
             if name not in (*ESTIMATORS, *formulas):
@@ -214,16 +213,8 @@ class BenchmarkSettings(Checked):
                     require_target(get_estimator(name), self.target)
                 except UsageError as error:
                     yield str(error)
-        if self.estimators is not None and not self.estimators:
+        if self.estimators == ():
             yield f"estimators must name at least one of {', '.join(ESTIMATORS)}"
-
-    def _problems_of_paths(self) -> Iterator[str]:
-        """Yield the problems of the files to write: now, not after an hour."""
-        for name in ("out", "report"):
-            if (path := getattr(self, name)) is not None:
-                yield from output_problems(path, key=name)
-        if self.out is not None and self.out == self.report:
-            yield f"out= and report= are the same file, {self.out}"
 
 
 OURS_GB = 1  # width of our own memory classes

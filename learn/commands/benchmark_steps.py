@@ -142,14 +142,14 @@ def _parts(fit: TimeFit, settings: BenchmarkSettings) -> list[Part]:
         raise UsageError(
             f"split={settings.split}: the steps are of too few families ({', '.join(of_steps)}) to leave some out"
         )
-    return [Part("", np.flatnonzero(~mask), np.flatnonzero(mask)) for mask in masks]
+    return [Part("", ~mask, np.flatnonzero(mask)) for mask in masks]
 
 
 def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -> Asked:
     formula = FORMULAS[name](fit)
 
     def fitted(inside: np.ndarray) -> Callable[[np.ndarray], dict[int, Given]]:
-        ratios = formula(np.isin(np.arange(len(fit.rows)), inside))
+        ratios = formula(inside)
         return lambda outside: {place: answer(place, ratios[place]) for place in outside.tolist()}
 
     def answer(place: int, ratio: float) -> Given:
@@ -184,10 +184,7 @@ def _ask_estimators(
         return dict.fromkeys(names, Asked(answers=dict.fromkeys(refused, reason), learns=True))
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
     of_steps = asked_rows(rows, fit.sources[place])
-    own = [
-        Part("", np.flatnonzero(np.isin(place, part.inside)), np.flatnonzero(np.isin(place, part.outside)))
-        for part in parts
-    ]
+    own = [Part("", part.inside[place], np.flatnonzero(np.isin(place, part.outside))) for part in parts]
     own = [part for part in own if len(part.outside)]
     bins = {source: of_steps.bins(source) for source in dict.fromkeys(of_steps.file.tolist())}
     steps = StepStore(settings.data)

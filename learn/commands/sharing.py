@@ -27,6 +27,7 @@ from conf.errors import UsageError, refuse, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
+from learn.judging.evaluate import SLOWDOWN_GROUPINGS
 from learn.judging.scores import Asked, Benchmark, Errors, Given, errors_of, judge
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
@@ -142,7 +143,6 @@ BOTH_KEEP = 0.85  # share of the speed alone: pairs in which both jobs keep it a
 SPEED_LOST = Target(SLOWDOWN, SLOWDOWN, "ratio", "ratio")
 _KEEPS = "a job keeps 85 % of its speed alone, or loses more"
 KEEPING = Bins(("keeps 85 %", "loses more"), (1.0 - BOTH_KEEP,), {}, _KEEPS)
-SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
 
 
@@ -195,7 +195,7 @@ def benchmark_slowdowns(
     from learn.judging.benchmark_view import error_text  # its plots are not for `learn.admit`
 
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
-    split = settings.by or SPLITS[0]
+    split = settings.by or SLOWDOWN_GROUPINGS[0]
     done, aucs = judge_slowdowns(groups, split, progress)
     notes = [f"each {split} is left out in turn; labels and errors are shares of a job's speed that it loses to others"]
     for title in dict.fromkeys(title for title, _ in aucs):

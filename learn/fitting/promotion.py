@@ -23,7 +23,7 @@ from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
 from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
 from learn.judging.evaluate import Evaluation, judged, remarks
-from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median
+from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median, values_of
 from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
@@ -300,8 +300,7 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> dict[s
     our_share, their_share = ours["above_bound"], theirs["above_bound"]
     if our_share is not None and their_share is not None:
         above = [
-            exceeds(rows.label, np.array([row.upper for row in evaluation.scored]))
-            for evaluation in (candidate, current)
+            exceeds(rows.label, values_of(evaluation.figures.rows, "upper")) for evaluation in (candidate, current)
         ]
         lowest, _ = limits(above[0].astype(float) - above[1], rows.group, seed)
         over = lowest > 0 and our_share > 1 - LEVEL
@@ -335,7 +334,7 @@ def figures(of: Evaluation) -> dict[str, Any]:
     if of.test_rows.target.space == "ratio":
         typical = {"median_abs_error": median(off)}
     return {
-        "rows": len(of.scored),
+        "rows": len(of.figures.rows),
         "out_of_memory": of.figures.oom,
         "mean_abs_error": mean(off),
         **typical,
@@ -347,8 +346,9 @@ def figures(of: Evaluation) -> dict[str, Any]:
 
 def errors(of: Evaluation) -> np.ndarray:
     """Return the absolute errors of the rows with an exact label, (n,), in the target's space."""
-    exact = [(row.estimate, row.label) for row in of.scored if row.label is not None]
-    estimate, label = to_space(np.array(exact, dtype=float).reshape(-1, 2).T, of.test_rows.target.space)
+    estimate, label = (
+        to_space(values_of(of.figures.exact, name), of.test_rows.target.space) for name in ("estimate", "label")
+    )
     return np.asarray(np.abs(estimate - label))
 
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +36,16 @@ from learn.judging.report import colours_of, plots_of
 from learn.judging.scores import (
     GPUMEMNET,
     NEVER_FITTED_ON,
-    NO_ERRORS,
     NOT_INFORMATIVE,
     PUBLISHED_FIGURES,
     TRUSTED_ALONE,
     Benchmark,
     Figures,
-    Scored,
-    by_group,
+    errors_by,
     mean,
     median,
-    worst_of,
+    p90,
+    signed_errors,
 )
 from learn.rows.data import BIN_WIDTHS_GB, MIB_PER_GB, TARGETS, Bins
 
@@ -67,81 +66,111 @@ def print_figures(target: str, figures: Sequence[Figures]) -> None:
     """Print the figures of an estimator that has answered, a line for each file, to stderr."""
     error = partial(error_text, target in TARGETS and TARGETS[target].space == "log")
     for of_file in figures:
-        accuracy = _score("published", "accuracy")(of_file)
+        accuracy = _cell_text(_class_score(of_file, "published", "accuracy"))
         text = f"median {error(of_file.raw.median)}, p90 {error(of_file.raw.p90)}, accuracy {accuracy}"
         if of_file.own_labels:
             text = NOT_INFORMATIVE
         print(f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {text}", file=sys.stderr)
 
 
-Cell = Callable[["Figures"], str]
+@dataclass(frozen=True)
+class FigureTable:
+    """A table for the terminal, a page and JSON. A row is column -> value; `_cell_text` has the kinds of values."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """A heading and the table, nothing without rows."""
+        if not self.rows:
+            return ()
+        columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in self.columns)
+        rows = tuple(Row(tuple(_cell_text(row.get(name)) for name in self.columns)) for row in self.rows)
+        return Heading(self.title[:1].upper() + self.title[1:]), Table(columns, rows)
 
 
-def errors_table(done: Benchmark) -> tuple[Block, ...]:
+def errors_table(done: Benchmark) -> FigureTable:
     """Return how far off estimates are, by file and estimator."""
     error = partial(error_text, done.relative)
-    cells: dict[str, Cell] = {
-        "median": lambda figures: error(figures.raw.median),
-        "mean": lambda figures: error(figures.raw.mean),
-        "p90": lambda figures: error(figures.raw.p90),
-        "under": lambda figures: _share(figures.raw.under),
-        f"constant [{done.target.unit}]": lambda figures: _text(figures.constant, "+,.0f", "+.4g", below=1000),
-        "median +c": lambda figures: error(figures.shifted.median),
-        "p90 +c": lambda figures: error(figures.shifted.p90),
-    }
-    if done.target.is_memory:
-        cells |= {
-            "fit right": lambda figures: _share(figures.fit_right),
-            "by bound": lambda figures: _share(figures.fit_right_bound),
-        }
-    times: dict[str, Cell] = {
-        "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
-        "s a fit": lambda figures: _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
-    }
-    title = f"{done.error_kind} errors; +c: with one constant per file added"
-    return _figures_table(title, done, {"answered": _answered_text}, cells, times)
-
-
-def classes_table(done: Benchmark) -> tuple[Block, ...]:
-    """Return classes and bounds, by file and estimator."""
-    cells = {"accuracy": _score("published", "accuracy"), "macro F1": _score("published", "macro_f1")}
-    cells["macro recall"] = _score("published", "macro_recall")
-    if done.target.is_memory:
-        cells |= {"accuracy 1 GB": _score("ours", "accuracy"), "macro F1 1 GB": _score("ours", "macro_f1")}
-    for name, field in {"under bound": "coverage", "above it": "above", "bound over label": "excess"}.items():
-        cells[name] = partial(_bound, field)
-    cells["recall by class"] = _recalls
-    rules = dict.fromkeys(_rule(done, bins["published"]) for bins in done.bins.values())
-    title = f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound"
-    return _figures_table(title, done, {}, cells, {})
-
-
-def _score(bins: str, name: str) -> Cell:
-    return lambda figures: _share(getattr(figures.classes.get(bins), name, None))
-
-
-def _bound(name: str, figures: Figures) -> str:
-    return _share(getattr(figures.bound, name, None))
-
-
-def _figures_table(
-    title: str, done: Benchmark, before: Mapping[str, Cell], cells: Mapping[str, Cell], after: Mapping[str, Cell]
-) -> tuple[Block, ...]:
-    """Return a row for each file and estimator. `cells` stay empty where the labels are the estimator's own."""
     rows = []
     for figures in done.figures:
-        first, texts, last = ([cell(figures) for cell in of.values()] for of in (before, cells, after))
-        if figures.own_labels:
-            texts = [NOT_INFORMATIVE, *["–"] * (len(cells) - 1)]
-        rows.append([figures.file, figures.estimator, *first, *texts, *last])
-    return table_blocks(title, ["rows", "estimator", *before, *cells, *after], rows)
+        cells = {
+            "median": error(figures.raw.median),
+            "mean": error(figures.raw.mean),
+            "p90": error(figures.raw.p90),
+            "under": figures.raw.under,
+            f"constant [{done.target.unit}]": _text(figures.constant, "+,.0f", "+.4g", below=1000),
+            "median +c": error(figures.shifted.median),
+            "p90 +c": error(figures.shifted.p90),
+        }
+        if done.target.is_memory:
+            cells |= {"fit right": figures.fit_right, "by bound": figures.fit_right_bound}
+        rows.append(
+            {
+                "rows": figures.file,
+                "estimator": figures.estimator,
+                "answered": _answered_text(figures),
+                **_if_informative(figures, cells),
+                "s each": _text(figures.median_seconds, ".2f", ".4f", below=0.1),
+                "s a fit": _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
+            }
+        )
+    return FigureTable(f"{done.error_kind} errors; +c: with one constant per file added", rows)
 
 
-def published_table(done: Benchmark) -> tuple[Block, ...]:
+def classes_table(done: Benchmark) -> FigureTable:
+    """Return classes and bounds, by file and estimator."""
+    rows = []
+    for figures in done.figures:
+        cells: dict[str, Any] = {
+            "accuracy": _class_score(figures, "published", "accuracy"),
+            "macro F1": _class_score(figures, "published", "macro_f1"),
+            "macro recall": _class_score(figures, "published", "macro_recall"),
+        }
+        if done.target.is_memory:
+            cells["accuracy 1 GB"] = _class_score(figures, "ours", "accuracy")
+            cells["macro F1 1 GB"] = _class_score(figures, "ours", "macro_f1")
+        bound = figures.bound
+        cells["under bound"] = None if bound is None else bound.coverage
+        cells["above it"] = None if bound is None else bound.above
+        cells["bound over label"] = None if bound is None else bound.excess
+        cells["recall by class"] = _recalls(figures)
+        rows.append({"rows": figures.file, "estimator": figures.estimator, **_if_informative(figures, cells)})
+    rules = dict.fromkeys(_rule(done, figures.bins["published"]) for figures in done.figures)
+    title = f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound"
+    return FigureTable(title, rows)
+
+
+def _class_score(figures: Figures, bins: str, name: str) -> float | None:
+    score: float | None = getattr(figures.classes.get(bins), name, None)
+    return score
+
+
+def _if_informative(figures: Figures, cells: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the cells; where the labels are the estimator's own, the first says so and the others are empty."""
+    if not figures.own_labels:
+        return cells
+    return dict.fromkeys(cells) | {next(iter(cells)): NOT_INFORMATIVE}
+
+
+def published_table(done: Benchmark) -> FigureTable:
     """Return the figures that others published, on their own rows: not measured here."""
-    rows = [[f"{f.estimator} {OTHERS}", f.rows, f.measure, f.text, f.source] for f in done.published]
-    title = "published by others, on their own rows and splits; nothing of it is measured here"
-    return table_blocks(title, ["estimator", "rows", "figure", "value", "source"], rows)
+    rows = [
+        {
+            "estimator": f"{figure.estimator} {OTHERS}",
+            "rows": figure.rows,
+            "figure": figure.measure,
+            "value": figure.text,
+            "source": figure.source,
+        }
+        for figure in done.published
+    ]
+    return FigureTable("published by others, on their own rows and splits; nothing of it is measured here", rows)
 
 
 def _rule(done: Benchmark, bins: Bins) -> str:
@@ -160,10 +189,6 @@ def error_text(relative: bool, value: float | None) -> str:
     return _text(value, ".1%" if relative else ".4f")
 
 
-def _share(value: float | None) -> str:
-    return _text(value, ".1%")
-
-
 def _recalls(figures: Figures) -> str:
     """Return percent by class, in the order of the classes."""
     if "published" not in figures.classes:
@@ -177,64 +202,71 @@ def _answered_text(figures: Figures) -> str:
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
 
-def _groups_table(done: Benchmark, file: str, by: str) -> tuple[Block, ...]:
+def _groups_table(done: Benchmark, file: str, by: str) -> FigureTable:
     """Errors by group, an estimator a column."""
-    groups = {
-        of.estimator: by_group(done.scored[file, of.estimator], of.constant, space=done.target.space)
-        for of in done.figures
-        if of.file == file
+    errors = {
+        of.estimator: errors_by(lambda row: row.group, of.rows, of.constant, done.target.space)
+        for of in done.by_file[file]
     }
     rows = []
-    for group in sorted({name for of_estimator in groups.values() for name in of_estimator}):
-        of_group = [of_estimator.get(group, (0, NO_ERRORS)) for of_estimator in groups.values()]
-        cells = [[error_text(done.relative, value) for value in (off.median, off.p90)] for _, off in of_group]
-        rows.append([group, f"{max(count for count, _ in of_group)}", *map(" / ".join, cells)])
-    return table_blocks(f"{file} by {by}: median / p90 error, constant added", ["group", "n", *groups], rows)
+    for group in sorted(set().union(*errors.values())):
+        sizes = {name: np.abs(of.get(group, np.empty(0))) for name, of in errors.items()}
+        texts = {
+            name: f"{error_text(done.relative, median(size))} / {error_text(done.relative, p90(size))}"
+            for name, size in sizes.items()
+        }
+        rows.append({"group": group, "n": f"{max(map(len, sizes.values()))}", **texts})
+    return FigureTable(f"{file} by {by}: median / p90 error, constant added", rows)
 
 
-def _worst_table(done: Benchmark, figures: Figures, n: int) -> tuple[Block, ...]:
-    """Return the rows that one estimator is furthest off."""
-    constant = figures.constant or 0.0
-    rows = []
-    for row, error in worst_of(done.scored[figures.file, figures.estimator], constant, n, space=done.target.space):
-        if row.label is not None and row.estimate is not None:  # `worst_of` gives rows with both
-            shown_error = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
-            figures_text = f"{row.label:,.5g}", f"{row.estimate + constant:,.5g}", shown_error
-            rows.append([row.name, row.group, *figures_text, row.doubt or ""])
-    columns = ["row", "group", f"label [{done.target.unit}]", "estimate", "error", "in doubt"]
-    return table_blocks(f"{figures.file}, {figures.estimator}: furthest off, constant added", columns, rows)
+def _worst_table(done: Benchmark, figures: Figures, n: int) -> FigureTable:
+    """Return the ok rows that one estimator is furthest off, the furthest first."""
+    errors = signed_errors(figures.rows, figures.constant, done.target.space)
+    rows = [
+        {
+            "row": row.name,
+            "group": row.group,
+            f"label [{done.target.unit}]": _text(row.label, ",.5g"),
+            "estimate": f"{estimate:,.5g}",
+            "error": f"{error:+.1%}" if done.relative else f"{error:+.4f}",
+            "in doubt": row.doubt or "",
+        }
+        for row, estimate, error in sorted(errors, key=lambda found: -abs(found[-1]))[:n]
+    ]
+    return FigureTable(f"{figures.file}, {figures.estimator}: furthest off, constant added", rows)
 
 
 def refusals(done: Benchmark) -> list[str]:
     """Return why rows have no answer: the commonest reasons of each estimator and file."""
-    refusal_lines = []
-    for figures in done.figures:
-        where = f"{figures.file}, {figures.estimator}: no answer for"
-        commonest = itertools.islice(figures.refusals.items(), _REASONS)
-        refusal_lines += [f"{where} {count}: {reason}" for reason, count in commonest]
-    return refusal_lines
+    return [
+        f"{figures.file}, {figures.estimator}: no answer for {count}: {reason}"
+        for figures in done.figures
+        for reason, count in itertools.islice(figures.refusals.items(), _REASONS)
+    ]
 
 
 def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str, Any]:
-    """Return settings, figures, notes and every row with its estimates, as JSON has them."""
+    """Return settings, figures, notes and every row with its estimates; values may be dataclasses."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for (file, estimator), scored in done.scored.items():
-        for row in scored:
+    for figures in done.figures:
+        for row in figures.rows:
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
             status = "oom" if row.label is None else "ok"
-            of_row = {"file": file, "row": row.name, **about, "status": status, "doubt": row.doubt, "answers": {}}
-            answers = rows.setdefault((file, row.name), of_row)["answers"]
-            answers[estimator] = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
+            of_row = {"file": figures.file, "row": row.name, **about, "status": status, "doubt": row.doubt}
+            answers = rows.setdefault((figures.file, row.name), of_row).setdefault("answers", {})
+            answer = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
+            answers[figures.estimator] = answer
+    apart = ("rows", "bins")
     return {
         "target": done.target.name,
         "unit": done.target.unit,
         "errors": done.error_kind,
         "device": done.device,
         "card_mib": done.card_mib,
-        "settings": asdict(settings),
-        "bins": {file: {name: asdict(bins) for name, bins in of_file.items()} for file, of_file in done.bins.items()},
-        "figures": [asdict(figures) for figures in done.figures],
-        "published": [asdict(figure) for figure in done.published],
+        "settings": settings,
+        "bins": {figures.file: figures.bins for figures in done.figures},
+        "figures": [{name: value for name, value in vars(of).items() if name not in apart} for of in done.figures],
+        "published": done.published,
         "notes": done.notes,
         "rows": list(rows.values()),
     }
@@ -248,17 +280,20 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     `by=`, errors by group; the `worst=` rows of each estimator; refusals and plots."""
     by, worst = settings.by, settings.worst
     tables = {
-        "errors": errors_table(done),
-        "classes": classes_table(done),
-        "published": published_table(done),
-        "groups": [block for file in done.bins for block in _groups_table(done, file, by)] if by else [],
-        "worst": [block for figures in done.figures for block in _worst_table(done, figures, worst)],
+        "errors": [errors_table(done)],
+        "classes": [classes_table(done)],
+        "published": [published_table(done)],
+        "groups": [_groups_table(done, file, by) for file in done.by_file] if by else [],
+        "worst": [_worst_table(done, figures, worst) for figures in done.figures],
     }
-    sections = [Section(key, "", tuple(blocks), apart=key == "published") for key, blocks in tables.items() if blocks]
+    sections = []
+    for key, of_key in tables.items():
+        if blocks := [block for table in of_key for block in table.blocks]:
+            sections.append(Section(key, "", tuple(blocks), apart=key == "published"))
     if reasons := refusals(done):
         sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
     if settings.report is not None:
-        sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+        sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.by_file)]
     card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
     return Page(
         title=f"Estimators of {done.target.name}",
@@ -267,18 +302,10 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     )
 
 
-def table_blocks(title: str, names: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[Block, ...]:
-    """Return a heading and the table, nothing without rows."""
-    if not lines:
-        return ()
-    columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)
-    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(Row(tuple(line)) for line in lines))
-
-
 def _plots(done: Benchmark, file: str, key: str) -> Section:
-    of_file = next(figures for figures in done.figures if figures.file == file)
-    oom = f", {of_file.oom:,} that ran out of memory" if of_file.oom else ""
-    intro = Lead(f"{of_file.ok + of_file.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
+    first = done.by_file[file][0]
+    oom = f", {first.oom:,} that ran out of memory" if first.oom else ""
+    intro = Lead(f"{first.ok + first.oom:,} rows{oom}; classes: {first.bins['published'].rule}")
     return Section(key, file, (intro, *plots_of(done, file)), name=file)
 
 
@@ -307,24 +334,11 @@ RUNS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """One table: a row is column -> value. Shares are numbers in [0, 1]; None stands for no figure."""
-
-    name: str
-    title: str
-    rows: tuple[Mapping[str, Any], ...]
-
-    @property
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row))
-
-
 def reproduce(
     settings: BenchmarkSettings, ask: Callable[[BenchmarkSettings, Sequence[int]], Benchmark]
-) -> tuple[list[PaperTable], list[str]]:
-    """Return the paper's tables that have rows, made from the published files, and what a reader has to know. `ask`
-    runs one benchmark, with these widths of memory classes in GB.
+) -> tuple[dict[str, FigureTable], list[str]]:
+    """Return the paper's tables that have rows, by name, made from the published files, and what a reader has to know.
+    `ask` runs one benchmark, with these widths of memory classes in GB.
 
     Raises `UsageError` where the files hold neither configurations of a family nor well-known models.
     """
@@ -362,49 +376,43 @@ def reproduce(
             notes.append(f"{target} is not judged: {str(error).partition(': ')[2] or error}")
             continue
         notes += [note for note in benchmarks[-1].notes if "in doubt" in note]
-    by_family = _by_family(benchmarks)
-    of_memory = _accuracies(by_family, [("memory", f"{width} GB") for width in BIN_WIDTHS_GB])
-    of_levels = _accuracies(by_family, [(target, "published") for target in ("smact", "smocc", "drama")])
-    tables = [
-        PaperTable(
-            "memory",
+    judged = _by_families(benchmarks)
+    of_memory = _accuracies(judged, [("memory", f"{width} GB") for width in BIN_WIDTHS_GB])
+    of_levels = _accuracies(judged, [(target, "published") for target in ("smact", "smocc", "drama")])
+    tables = {
+        "memory": FigureTable(
             "Accuracy of memory classes by family and bin width, 3-fold",
-            tuple(row for row in of_memory if row["n"] is not None),
+            [row for row in of_memory if row["n"] is not None],
         ),
-        PaperTable(
-            "utilization",
+        "utilization": FigureTable(
             "Accuracy of utilization classes (low, medium, high) by family, 3-fold",
             of_levels if any(row["n"] for row in of_levels) else (),
         ),
-        _models(benchmarks),
-        _latency(by_family),
-    ]
-    return [table for table in tables if table.rows], list(dict.fromkeys(notes))
+        "models": _models(judged),
+        "latency": _latency(judged),
+    }
+    return {name: table for name, table in tables.items() if table.rows}, list(dict.fromkeys(notes))
 
 
-def _by_family(benchmarks: Sequence[Benchmark]) -> dict[tuple[str, str], list[Figures]]:
-    """Return (target, family) -> the figures of each estimator. Rows in doubt count, as they do in the paper."""
-    by_family: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+Judged = Mapping[tuple[str, frozenset[str]], Sequence[Figures]]
+
+
+def _by_families(benchmarks: Sequence[Benchmark]) -> Judged:
+    """Return (target, families of the rows) -> the figures. Rows in doubt count, as they do in the paper."""
+    judged: dict[tuple[str, frozenset[str]], list[Figures]] = defaultdict(list)
     for done in benchmarks:
         for figures in done.figures:
-            families = {row.family for row in done.scored[figures.file, figures.estimator]}
-            if len(families) == 1 and families <= {*FAMILIES} and not figures.file.endswith(TRUSTED_ALONE):
-                by_family[done.target.name, families.pop()].append(figures)
-    return by_family
+            if not figures.file.endswith(TRUSTED_ALONE):
+                judged[done.target.name, frozenset(row.family for row in figures.rows)].append(figures)
+    return judged
 
 
-def _accuracies(
-    by_family: Mapping[tuple[str, str], Sequence[Figures]], kinds: Sequence[tuple[str, str]]
-) -> tuple[Mapping[str, Any], ...]:
-    """Return a row for each family and kind, with the accuracy of each estimator and that of the paper.
-
-    Args:
-        by_family: Those of `_by_family`.
-        kinds: Targets, and the names of their classes: `published`, or a width as `2 GB`.
-    """
-    rows = []
+def _accuracies(judged: Judged, kinds: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
+    """Return a row for each family and kind, with the accuracy of each estimator and that of the paper. A kind is a
+    target and the name of its classes: `published`, or a width as `2 GB`."""
+    rows: list[Mapping[str, Any]] = []
     for family, (target, bins) in itertools.product(FAMILIES, kinds):
-        ours = by_family.get((target, family), ())
+        ours = judged.get((target, frozenset({family})), ())
         theirs = [
             figure
             for figure in PUBLISHED_FIGURES
@@ -423,39 +431,39 @@ def _accuracies(
                 "theirs": theirs or None,
             }
         )
-    return tuple(rows)
+    return rows
 
 
-def _models(benchmarks: Sequence[Benchmark]) -> PaperTable:
+def _models(judged: Judged) -> FigureTable:
     """Return signed relative errors, and their means and medians without sign, of models that are never fitted on."""
-    answers: dict[str, dict[str, Scored]] = defaultdict(dict)
-    for of_run in benchmarks:
-        for (file, estimator), scored in of_run.scored.items():
-            known = of_run.target.is_memory and not file.endswith(TRUSTED_ALONE)
-            if known and not {row.family for row in scored} & {*FAMILIES} and any(row.estimate for row in scored):
-                answers[estimator] |= {row.name.partition(" ")[2]: row for row in scored}
-    labels = {name: row.label for by_name in reversed(answers.values()) for name, row in by_name.items()}
-    errors = {
-        estimator: {
-            name: _Signed(row.estimate / row.label - 1) for name, row in by_name.items() if row.estimate and row.label
+    labels: dict[str, float | None] = {}
+    errors: dict[str, dict[str, _Signed | None]] = defaultdict(dict)
+    for (target, families), of_target in judged.items():
+        for figures in of_target if target == "memory" and families.isdisjoint(FAMILIES) else ():
+            for row in figures.rows if figures.answered else ():
+                name = row.name.partition(" ")[2]
+                labels.setdefault(name, row.label)
+                error = _Signed(row.estimate / row.label - 1) if row.estimate and row.label else None
+                errors[figures.estimator][name] = error
+    rows: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "actual [MiB]": label and round(label),
+            **{estimator: by_model.get(name) for estimator, by_model in errors.items()},
         }
-        for estimator, by_name in answers.items()
-    }
-    rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys(name for by_name in answers.values() for name in by_name):
-        label = labels[name]
-        signed = {estimator: of.get(name) for estimator, of in errors.items()}
-        rows.append({"model": name, "actual [MiB]": label and round(label), **signed})
+        for name, label in labels.items()
+    ]
     for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
-        of_all = {estimator: summary(np.abs(list(of.values()))) for estimator, of in errors.items()}
+        known = {name: [error for error in of.values() if error is not None] for name, of in errors.items()}
+        of_all = {estimator: summary(np.abs(of_models)) for estimator, of_models in known.items()}
         rows.append({"model": title, "actual [MiB]": None, **of_all})
-    return PaperTable("models", "Relative error of well-known models, which nothing is fitted on", tuple(rows))
+    return FigureTable("Relative error of well-known models, which nothing is fitted on", rows)
 
 
-def _latency(by_family: Mapping[tuple[str, str], Sequence[Figures]]) -> PaperTable:
+def _latency(judged: Judged) -> FigureTable:
     times: dict[str, dict[str, _Time]] = defaultdict(dict)
     for family in FAMILIES:
-        for figures in by_family.get(("memory", family), ()):
+        for figures in judged.get(("memory", frozenset({family})), ()):
             if figures.median_seconds is not None:
                 times[figures.estimator][family] = _Time(figures.median_seconds)
     rows: list[dict[str, Any]] = [
@@ -471,8 +479,7 @@ def _latency(by_family: Mapping[tuple[str, str], Sequence[Figures]]) -> PaperTab
         for figure in PUBLISHED_FIGURES
         if rows and figure.unit in ("s", "ms")
     ]
-    title = "Time of one estimate: ours on one core of this machine, features not remembered"
-    return PaperTable("latency", title, tuple(rows))
+    return FigureTable("Time of one estimate: ours on one core of this machine, features not remembered", rows)
 
 
 class _Signed(float):
@@ -495,24 +502,21 @@ def _cell_text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def paper_mapping(tables: Sequence[PaperTable], notes: Sequence[str], settings: BenchmarkSettings) -> dict[str, Any]:
-    """Return the tables' rows, as JSON has them."""
-    about = {"source": GPUMEMNET, "settings": asdict(settings), "notes": notes}
-    return about | {table.name: table.rows for table in tables}
+def paper_mapping(
+    tables: Mapping[str, FigureTable], notes: Sequence[str], settings: BenchmarkSettings
+) -> dict[str, Any]:
+    """Return the tables' rows; values may be dataclasses."""
+    about = {"source": GPUMEMNET, "settings": settings, "notes": notes}
+    return about | {name: table.rows for name, table in tables.items()}
 
 
-def paper_page(tables: Sequence[PaperTable], notes: Sequence[str]) -> Page:
+def paper_page(tables: Mapping[str, FigureTable], notes: Sequence[str]) -> Page:
     """Return the page: each table with its figure."""
-    draws: dict[str, Callable[[PaperTable], tuple[Block, ...]]] = {
-        "memory": _draw_accuracy,
-        "utilization": _draw_accuracy,
-        "models": _draw_errors,
-    }
+    draws = {"memory": _draw_accuracy, "utilization": _draw_accuracy, "models": _draw_errors}
     sections = []
-    for table in tables:
-        rows = [[_cell_text(row.get(name)) for name in table.columns] for row in table.rows]
-        drawn = draws[table.name](table) if table.name in draws else ()
-        sections.append(Section(table.name, "", (*table_blocks(table.title, table.columns, rows), *drawn)))
+    for name, table in tables.items():
+        drawn = draws[name](table) if name in draws else ()
+        sections.append(Section(name, "", (*table.blocks, *drawn)))
     return Page(
         title="The tables of arXiv 2602.17817",
         head=(Lead("Ours beside theirs; theirs are on their own rows and splits"), *map(Callout, notes)),
@@ -520,7 +524,7 @@ def paper_page(tables: Sequence[PaperTable], notes: Sequence[str]) -> Page:
     )
 
 
-def _draw_accuracy(table: PaperTable) -> tuple[Block, ...]:
+def _draw_accuracy(table: FigureTable) -> tuple[Block, ...]:
     """Draw grouped bars: an estimator a colour, the published range as a grey band over its group."""
     kinds = colours_of(name for name in table.columns if name not in ("family", "bins", "target", "n", "theirs"))
     plot = Plot(Axis(0.0, len(table.rows)), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _BARS)
@@ -539,7 +543,7 @@ def _draw_accuracy(table: PaperTable) -> tuple[Block, ...]:
     return Legend({**kinds, "theirs": "band"}), Drawn(plot.picture(f"{table.title}: accuracy by family and estimator"))
 
 
-def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
+def _draw_errors(table: FigureTable) -> tuple[Block, ...]:
     """Draw each model's error as a point and the mean as a bar, an estimator a line."""
     kinds = [name for name in table.columns if name not in ("model", "actual [MiB]")]
     limit = 1.5

@@ -33,6 +33,7 @@ from learn.judging.scores import (
     has_relative,
     mean,
     median,
+    values_of,
 )
 from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
@@ -49,35 +50,33 @@ class Evaluation:
     """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
     refused are in neither, and in `warnings`.
 
-    scored    the test rows with their answers
+    figures   a benchmark's figures of the test rows
     refused   why other rows have no answer, a reason each
     cv        `metrics_of` each fold
     """
 
     train_rows: Rows
     test_rows: Rows
-    estimator: str
-    scored: Sequence[Scored]
-    bins: Bins
+    figures: Figures
     warnings: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     cv: tuple[dict[str, Any], ...] = ()
 
-    @cached_property
-    def figures(self) -> Figures:
-        """A benchmark's figures of the test rows."""
-        bins, learned = {PUBLISHED: self.bins}, Asked(answers={}, learns=True)
-        return figures_of(TEST, self.estimator, self.scored, learned, bins=bins, space=self.test_rows.target.space)
+    @property
+    def bins(self) -> Bins:
+        return self.figures.bins[PUBLISHED]
 
     @cached_property
     def test(self) -> dict[str, Any]:
         """`metrics_of` the test rows."""
-        return metrics_of(self.scored, self.figures, self.test_rows.target.space)
+        return metrics_of(self.figures, self.test_rows.target.space)
 
     def among(self, run_ids: np.ndarray) -> Evaluation:
         """Return the evaluation of the test rows with these ids."""
         index = np.flatnonzero(np.isin(self.test_rows.run_ids.astype(str), run_ids.astype(str))).tolist()
-        return replace(self, test_rows=self.test_rows.subset(index), scored=[self.scored[i] for i in index])
+        rows = self.test_rows.subset(index)
+        figures = _figures(self.figures.estimator, rows, [self.figures.rows[i] for i in index], self.bins)
+        return replace(self, test_rows=rows, figures=figures)
 
     @property
     def one_class(self) -> bool:
@@ -122,16 +121,16 @@ def evaluate(
     train, test = hold_out(rows, classes, seed)
     train_rows = rows.subset(train)
 
-    sides = [
-        (f"cross-validation {k}/{CV_FOLDS}", train_rows.subset(inside), train_rows.subset(outside))
-        for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed), start=1)
-    ]
-    evaluations = []
-    for text, known, asked in [*sides, ("held-out test", train_rows, rows.subset(test))]:
+    def judge_side(text: str, known: Rows, asked: Rows) -> Evaluation:
         progress(text)
         fitted = make_estimator(estimator, seed).fit(known, steps)
-        evaluations.append(judged(fitted.predict(asked.cases, steps), asked, bins, estimator, train_rows))
-    *folds, held_out = evaluations
+        return judged(fitted.predict(asked.cases, steps), asked, bins, estimator, train_rows)
+
+    folds = [
+        judge_side(f"cross-validation {k}/{CV_FOLDS}", train_rows.subset(inside), train_rows.subset(outside))
+        for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed), start=1)
+    ]
+    held_out = judge_side("held-out test", train_rows, rows.subset(test))
     refused = [*held_out.refused, *(reason for fold in folds for reason in fold.refused)]
     reasons = "; ".join(dict.fromkeys(refused))
     if not len(held_out.test_rows):
@@ -159,15 +158,18 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     return Evaluation(
         train_rows=train_rows,
         test_rows=held,
-        estimator=estimator,
-        scored=scored,
-        bins=bins,
+        figures=_figures(estimator, held, scored, bins),
         warnings=prediction.warnings,
         refused=tuple(answer.reason or "" for answer in given if answer.estimate is None),
     )
 
 
-def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[str, Any]:
+def _figures(estimator: str, rows: Rows, scored: Sequence[Scored], bins: Bins) -> Figures:
+    learned = Asked(answers={}, learns=True)
+    return figures_of(TEST, estimator, scored, learned, bins={PUBLISHED: bins}, space=rows.target.space)
+
+
+def metrics_of(figures: Figures, space: str) -> dict[str, Any]:
     """Return the figures of one split. Classes come from all rows, out-of-memory ones included; errors and
     underestimates only from rows with an exact label. None: could not be computed.
 
@@ -176,12 +178,11 @@ def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[s
     of them); absolute errors, in the target's unit, are over all exact rows. `coverage` is the share of labels at
     or under the 99 % bound, `bound_excess` the median of upper / label - 1, its price.
     """
-    pairs = [(row.label, row.estimate) for row in scored if row.label is not None and row.estimate is not None]
-    label, estimate = np.array(pairs, dtype=float).reshape(-1, 2).T
+    label, estimate = values_of(figures.exact, "label"), values_of(figures.exact, "estimate")
     relative, absolute = (errors_of(label, estimate, space, relative=kind) for kind in (True, False))
     classes, bound = figures.classes[PUBLISHED], figures.bound
     return {
-        "n": len(scored),
+        "n": len(figures.rows),
         "n_censored": figures.oom,
         "accuracy": classes.accuracy,
         "macro_f1": classes.macro_f1,
@@ -240,13 +241,15 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
+SLOWDOWN_GROUPINGS = ("model", "device")
 NEVER_FITTED = "never fitted on"  # name of the part of rows that no fit may see
 TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
 @dataclass(frozen=True)
 class Part:
-    """One fit: positions of the rows that it sees, and of those that it is asked, ascending and of no common group."""
+    """One fit: the rows that it sees, (n,) bool, and the positions of those that it is asked, ascending; no group is on
+    both sides."""
 
     name: str
     inside: np.ndarray
@@ -278,18 +281,17 @@ def parts_of(
     fitted_on = np.ones(len(rows), dtype=bool) if fitted_on is None else np.asarray(fitted_on, dtype=bool)
     asked = np.ones(len(rows), dtype=bool) if asked is None else np.asarray(asked, dtype=bool)
     known = np.flatnonzero(fitted_on)
-    outsides: list[tuple[str, np.ndarray]] = []
+    outsides: dict[str, np.ndarray] = {}
     if (asked & fitted_on).any():
         left_out = _left_out(rows.subset(known), strata[known], how, folds, by, seed)
-        outsides = [(name, known[outside]) for name, outside in left_out]
-    outsides.append((NEVER_FITTED, np.flatnonzero(asked & ~fitted_on)))
+        outsides = {name: known[outside] for name, outside in left_out}
+    outsides[NEVER_FITTED] = np.flatnonzero(asked & ~fitted_on)
 
     group = rows.group.astype(str)
-    parts = []
-    for name, outside in outsides:
-        inside = np.setdiff1d(known, outside)
-        inside = inside[~np.isin(group[inside], group[outside])]
-        parts.append(Part(name, inside, outside[asked[outside]]))
+    parts = [
+        Part(name, fitted_on & ~np.isin(group, group[outside]), outside[asked[outside]])
+        for name, outside in outsides.items()
+    ]
     return tuple(part for part in parts if len(part.outside))
 
 
@@ -323,7 +325,7 @@ def ask_parts(
 
     Args:
         parts: The fits.
-        fitted: Fits to the rows at these positions; returns what answers for rows at others, by their position.
+        fitted: Fits to the rows of a mask; returns what answers for rows at positions, by their position.
         step: Called once a part: with 1 when it is fitted to, else with that and the number of its rows.
     """
     answers: dict[int, Given] = {}

@@ -5,7 +5,6 @@ Start reading at `write_report`; `plots_of` draws those of a benchmark, with `co
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections import defaultdict
@@ -33,8 +32,17 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
-from learn.judging.evaluate import PUBLISHED, TEST, Evaluation, over_folds
-from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
+from learn.judging.evaluate import Evaluation, over_folds
+from learn.judging.scores import (
+    NOT_INFORMATIVE,
+    RELIABILITY,
+    Benchmark,
+    Figures,
+    Scored,
+    errors_by,
+    estimated_classes,
+    values_of,
+)
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 ONE_CLASS = "one class"
@@ -172,19 +180,14 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     }
     notes = tuple(map(Callout, meta["warnings"]))
     heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
-    benchmark = Benchmark(
-        target=evaluation.test_rows.target,
-        device=_where(evaluation),
-        bins={TEST: {PUBLISHED: evaluation.bins}},
-        figures=(evaluation.figures,),
-        scored={(TEST, evaluation.estimator): evaluation.scored},
-    )
+    judged = (evaluation.figures,)
+    done = Benchmark(target=evaluation.test_rows.target, device=_where(evaluation), figures=judged)
     return Page(
         title=f"{meta['target']}: {meta['estimator']}",
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
             Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
-            Section("pictures", "Held-out test", (*confusion(benchmark, TEST), *predicted(benchmark, TEST))),
+            Section("pictures", "Held-out test", (*confusion(done, judged), *predicted(done, judged))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),
     )
@@ -202,17 +205,12 @@ Line = Sequence[tuple[float, float]]
 
 def plots_of(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Return the plots of one file's rows, each under its heading; those without anything to show are left out."""
+    answered = [figures for figures in done.by_file[file] if figures.answered]
     blocks: list[Block] = []
     for caption, draw in _PLOTS.items():
-        if drawn := draw(done, file):
+        if drawn := draw(done, answered):
             blocks += [Heading(caption), *drawn]
     return tuple(blocks)
-
-
-def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
-    """Return estimator -> its rows of the file, those with no answer at all left out."""
-    rows_of = {f.estimator: done.scored[file, f.estimator] for f in done.figures if f.file == file}
-    return {name: rows for name, rows in rows_of.items() if any(row.estimate is not None for row in rows)}
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
@@ -236,10 +234,9 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
     return Legend(colours), Drawn(plot.picture(f"{y_title} over {x_title}: {', '.join(curves)}"))
 
 
-def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
+def predicted(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
-    rows_by_estimator = _own(done, file)
-    everything = list(itertools.chain.from_iterable(rows_by_estimator.values()))
+    everything = [row for figures in answered for row in figures.rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
@@ -251,15 +248,16 @@ def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
-    for name, rows in rows_by_estimator.items():
+    for figures in answered:
         plot = Plot(axis, axis, _PANEL)
         plot.grid()
         plot.ticks_below(f"label{unit}")
         plot.text("axis", 4, 12, f"estimate{unit}", "start")
         plot.line("limit", [(axis.low, axis.low), (axis.high, axis.high)], "estimate and label are equal")
         for family, css in colours.items():
-            _draw_points(plot, css, [row for row in rows if row.family == family], card)
-        charts.append(Chart(name, plot.picture(f"{name}: estimates of {len(rows)} rows over their labels")))
+            _draw_points(plot, css, [row for row in figures.rows if row.family == family], card)
+        label = f"{figures.estimator}: estimates of {len(figures.rows)} rows over their labels"
+        charts.append(Chart(figures.estimator, plot.picture(label)))
     return Legend(colours), Charts(tuple(charts))
 
 
@@ -279,24 +277,19 @@ def _draw_points(plot: Plot, css: str, rows: Sequence[Scored], card: float) -> N
         plot.path(f"{kind} {css}", "".join(places))
 
 
-def _errors_by(key: Callable[[Scored], Any], done: Benchmark, rows: Sequence[Scored]) -> dict[Any, list[float]]:
-    """Return the signed errors of the rows of each key, keys in order; those of None are left out."""
-    errors: dict[Any, list[float]] = defaultdict(list)
-    for row, error in signed_errors(rows, None, space=done.target.space):
-        errors[key(row)].append(error)
-    return {value: errors[value] for value in sorted(errors.keys() - {None})}
-
-
-def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
+def _heatmap(key: str, done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
-    cells = {name: _errors_by(operator.attrgetter(key), done, rows) for name, rows in _own(done, file).items()}
+    cells = {
+        figures.estimator: errors_by(operator.attrgetter(key), figures.rows, None, done.target.space)
+        for figures in answered
+    }
     groups, names = sorted(set().union(*cells.values())), list(cells)
     if not groups:
         return ()
 
     def cell(i: int, k: int) -> GridCell | None:
         errors = cells[names[k]].get(groups[i])
-        if not errors:
+        if errors is None:
             return None
         error = float(np.median(errors))
         text = f"{100 * error:+.0f} %" if done.relative else f"{error:+.2f}"
@@ -308,11 +301,12 @@ def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     return (Drawn(draw_grid(rows_text, names, cell, f"Median signed error by {key} and estimator")),)
 
 
-def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
+def _by_batch(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     curves: dict[str, Line] = {}
-    for name, rows in _own(done, file).items():
-        if steps := _errors_by(lambda row: 2 ** int(math.log2(max(row.batch_size, 1))), done, rows):
-            curves[name] = [(batch, float(np.median(errors))) for batch, errors in steps.items()]
+    for figures in answered:
+        steps = errors_by(_batch_step, figures.rows, None, done.target.space)
+        if steps:
+            curves[figures.estimator] = [(batch, float(np.median(errors))) for batch, errors in steps.items()]
     points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
     batches = sorted({batch for batch, _ in points})
     x_axis = Axis(batches[0], max(2 * batches[0], batches[-1]), tuple(batches), is_log=True)
@@ -322,27 +316,26 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
     return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.error_kind} error, median")
 
 
-def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
+def _batch_step(row: Scored) -> int:
+    return 1 << (max(row.batch_size, 1).bit_length() - 1)
+
+
+def confusion(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
-    bins = done.bins[file]["published"]
-    classes_of = {
-        name: estimated_classes([row for row in rows if row.estimate is not None], "published", bins)
-        for name, rows in _own(done, file).items()
-    }
-    present = sorted({int(k) for pair in classes_of.values() for classes in pair for k in classes})
-    if not classes_of or len(present) > _CLASSES:
+    pairs = [estimated_classes(figures.answered, "published", figures.bins["published"]) for figures in answered]
+    present = np.unique(np.concatenate(pairs, axis=None)) if pairs else np.empty(0)
+    if not pairs or len(present) > _CLASSES:
         return ()
-    labels = [bins.labels[k] for k in present]
-    scores = {f.estimator: f for f in done.figures if f.file == file}
+    labels = [answered[0].bins["published"].labels[k] for k in present]
     charts = []
-    for name, (true, answered) in classes_of.items():
-        counts = np.array([[((true == t) & (answered == p)).sum() for p in present] for t in present])
-        of = scores[name]
-        verdict = NOT_INFORMATIVE if of.own_labels else f"accuracy {of.classes['published'].accuracy:.0%}"
+    for figures, (true, estimated) in zip(answered, pairs, strict=True):
+        counts = np.array([[((true == t) & (estimated == p)).sum() for p in present] for t in present])
+        name = figures.estimator
+        accuracy = f"accuracy {figures.classes['published'].accuracy:.0%}"
         label = f"{name}: rows by their true and their estimated class"
         svg = draw_grid(labels, labels, partial(_confusion_cell, counts, labels), label, "class", "estimated")
-        charts.append(Chart(f"{name}: {verdict}", svg))
+        charts.append(Chart(f"{name}: {NOT_INFORMATIVE if figures.own_labels else accuracy}", svg))
     return (Charts(tuple(charts)),)
 
 
@@ -353,37 +346,36 @@ def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -
     return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
-def _reliable(done: Benchmark, file: str) -> tuple[Block, ...]:
+def _reliable(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     curves: dict[str, Line] = {
         figures.estimator: list(zip(RELIABILITY, figures.reliability.values(), strict=True))
-        for figures in done.figures
-        if figures.file == file and figures.reliability
+        for figures in answered
+        if figures.reliability
     }
     if curves:
         curves["as predicted"] = [(0.0, 0.0), (1.0, 1.0)]
     return _lines(curves, _SHARES, _SHARES, "predicted quantile", "share of labels under it")
 
 
-def tightness(done: Benchmark, file: str) -> tuple[Block, ...]:
+def tightness(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
     curves: dict[str, Line] = {}
-    for name, rows in _own(done, file).items() if done.relative else ():
-        ok = [row for row in rows if row.label is not None and row.estimate is not None]
+    for figures in answered if done.relative else ():
+        ok = figures.exact
         if not ok:
             continue
-        label = np.array([row.label for row in ok], dtype=float)
-        bounds = [np.array([row.estimate for row in ok], dtype=float) * margin for margin in _MARGINS]
+        name, label = figures.estimator, values_of(ok, "label")
+        bounds = [values_of(ok, "estimate") * margin for margin in _MARGINS]
         if all(row.upper is not None and row.quantiles for row in ok):
             name = f"{name}, own bounds"
             levels = [k for k, level in enumerate(RELIABILITY) if 0.5 <= level < 0.99]
-            bounds = [np.array([row.quantiles[k] for row in ok]) for k in levels]
-            bounds.append(np.array([row.upper for row in ok], dtype=float))
+            bounds = [*values_of(ok, "quantiles").T[levels], values_of(ok, "upper")]
         curves[name] = [(float(np.median(bound / label)) - 1, float(np.mean(label <= bound))) for bound in bounds]
     over, under = "bound over the need, in the median", "share of the rows under the bound"
     return _lines(curves, Axis.within(-0.05, 0.6), Axis(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)), over, under)
 
 
-_PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
+_PLOTS: Mapping[str, Callable[[Benchmark, Sequence[Figures]], tuple[Block, ...]]] = {
     "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.": predicted,
     "Median of the signed error (estimate over label) by group: blue is too low, red too high.": partial(
         _heatmap, "group"

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,20 +55,19 @@ class ClassScores:
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
     """Score the class indices, (n,) int each, that rows belong to and are estimated to belong to; None without rows."""
+    from sklearn.metrics import precision_recall_fscore_support
+
     if not len(true):
         return None
-    recall, support, f1 = {}, {}, []
-    for index in np.unique(true):
-        hits = int(((true == index) & (predicted == index)).sum())
-        of_class, predicted_count = int((true == index).sum()), int((predicted == index).sum())
-        recall[labels[index]], support[labels[index]] = hits / of_class, of_class
-        f1.append(2 * hits / (of_class + predicted_count))
+    present, support = np.unique(true, return_counts=True)
+    _, recall, f1, _ = precision_recall_fscore_support(true, predicted, labels=present, zero_division=0.0)
+    names = [labels[index] for index in present]
     return ClassScores(
         accuracy=float((true == predicted).mean()),
         macro_f1=float(np.mean(f1)),
-        macro_recall=float(np.mean(list(recall.values()))),
-        recall=recall,
-        support=support,
+        macro_recall=float(np.mean(recall)),
+        recall=dict(zip(names, recall.tolist(), strict=True)),
+        support=dict(zip(names, support.tolist(), strict=True)),
     )
 
 
@@ -179,7 +178,7 @@ OVERHEADS = "GPUMemNet's repository (github.com/itu-rad/GPUMemNet), Ensemble/Ove
 XMEM = "xMem, Middleware 2025"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublishedFigure:
     """One figure as its authors give it. `low` and `high` are equal where they give one value; shares lie in [0, 1].
 
@@ -206,49 +205,31 @@ class PublishedFigure:
         return (low if low == high else f"{low} to {high}") + ("" if self.unit == "share" else f" {self.unit}")
 
 
-def _gpumemnet(
-    target: str, rows: str, measure: str, low: float, high: float | None = None, **more: Any
-) -> PublishedFigure:
-    return PublishedFigure(
-        target=target,
-        estimator="GPUMemNet",
-        rows=rows,
-        measure=f"accuracy, 3-fold, {measure}",
-        low=low,
-        high=high or low,
-        source=GPUMEMNET,
-        **more,
-    )
-
-
-def _of_memory(estimator: str, rows: str, measure: str, low: float, high: float, **more: Any) -> PublishedFigure:
-    return PublishedFigure(target="memory", estimator=estimator, rows=rows, measure=measure, low=low, high=high, **more)
-
-
-_KNOWN = ("well-known models (realworld)", "mean relative error")
-_INFERENCE = ("its own rows", "inference alone, mean, on a GPU; its model's description is parsed before")
-_XMEM = "its own models"
-_UTILIZATION = {  # family -> accuracy of SMACT, SMOCC, DRAMA
-    "mlp": (0.92, 0.94, 0.88),
-    "cnn": (0.77, 0.71, 0.73),
-    "transformer": (0.82, 0.68, 0.62),
+_FOLDS = "accuracy, 3-fold"
+_KNOWN = "well-known models (realworld)"
+_MEAN = "mean relative error"
+_OWN_ROWS = "its own rows"
+_INFERENCE = "inference alone, mean, on a GPU; its model's description is parsed before"
+_UTILIZATION = {  # family -> target -> accuracy
+    "mlp": {"smact": 0.92, "smocc": 0.94, "drama": 0.88},
+    "cnn": {"smact": 0.77, "smocc": 0.71, "drama": 0.73},
+    "transformer": {"smact": 0.82, "smocc": 0.68, "drama": 0.62},
 }
-
-PUBLISHED_FIGURES: tuple[PublishedFigure, ...] = (
-    _gpumemnet("memory", "mlp", "1 to 2 GB bins", 0.95, 0.98, bin_gb=(1, 2)),
-    _gpumemnet("memory", "cnn", "8 GB bins", 0.81, 0.83, bin_gb=(8,)),
-    _gpumemnet("memory", "transformer", "8 GB bins", 0.86, 0.88, bin_gb=(8,)),
-    _of_memory("GPUMemNet", *_KNOWN, 0.57, 0.57, source=GPUMEMNET),
-    _of_memory("FakeTensor", *_KNOWN, 0.46, 0.46, source=GPUMEMNET),
-    _of_memory("Horus", *_KNOWN, 0.67, 0.67, source=GPUMEMNET),
-    _of_memory("GPUMemNet, MLP-based", *_INFERENCE, 2.29, 2.37, source=OVERHEADS, unit="ms"),
-    _of_memory("GPUMemNet, Transformer-based", *_INFERENCE, 10.69, 10.72, source=OVERHEADS, unit="ms"),
-    _of_memory("xMem", _XMEM, "median relative error, about", 0.04, 0.04, source=XMEM),
-    _of_memory("xMem", _XMEM, "time of one estimate", 24.0, 24.0, source=XMEM, unit="s"),
+PUBLISHED_FIGURES = (
+    PublishedFigure("memory", "GPUMemNet", "mlp", f"{_FOLDS}, 1 to 2 GB bins", 0.95, 0.98, GPUMEMNET, bin_gb=(1, 2)),
+    PublishedFigure("memory", "GPUMemNet", "cnn", f"{_FOLDS}, 8 GB bins", 0.81, 0.83, GPUMEMNET, bin_gb=(8,)),
+    PublishedFigure("memory", "GPUMemNet", "transformer", f"{_FOLDS}, 8 GB bins", 0.86, 0.88, GPUMEMNET, bin_gb=(8,)),
+    PublishedFigure("memory", "GPUMemNet", _KNOWN, _MEAN, 0.57, 0.57, GPUMEMNET),
+    PublishedFigure("memory", "FakeTensor", _KNOWN, _MEAN, 0.46, 0.46, GPUMEMNET),
+    PublishedFigure("memory", "Horus", _KNOWN, _MEAN, 0.67, 0.67, GPUMEMNET),
+    PublishedFigure("memory", "GPUMemNet, MLP-based", _OWN_ROWS, _INFERENCE, 2.29, 2.37, OVERHEADS, "ms"),
+    PublishedFigure("memory", "GPUMemNet, Transformer-based", _OWN_ROWS, _INFERENCE, 10.69, 10.72, OVERHEADS, "ms"),
+    PublishedFigure("memory", "xMem", "its own models", "median relative error, about", 0.04, 0.04, XMEM),
+    PublishedFigure("memory", "xMem", "its own models", "time of one estimate", 24.0, 24.0, XMEM, "s"),
     *(
-        _gpumemnet(target, family, "low/medium/high", values[k])
-        for family, values in _UTILIZATION.items()
-        for k, target in enumerate(("smact", "smocc", "drama"))
+        PublishedFigure(target, "GPUMemNet", family, f"{_FOLDS}, low/medium/high", share, share, GPUMEMNET)
+        for family, shares in _UTILIZATION.items()
+        for target, share in shares.items()
     ),
 )
 
@@ -327,6 +308,7 @@ NO_ERRORS = Errors(mean=None, median=None, p90=None, under=None)
 class Figures:
     """One estimator on one file's rows.
 
+    rows           the rows with its answers; bins: name -> the classes that they were judged by
     ok, oom        rows asked, by what happened to them; answered_ok and answered_oom of those have an estimate
     refusals       reason -> rows
     raw            errors of the unchanged estimates, over the ok rows; relative, for ratios absolute
@@ -357,7 +339,19 @@ class Figures:
     fit_right_bound: float | None
     median_seconds: float | None
     fit_seconds: float | None
-    own_labels: bool = False
+    own_labels: bool
+    rows: Sequence[Scored]
+    bins: Mapping[str, Bins]
+
+    @property
+    def answered(self) -> list[Scored]:
+        """The rows with an estimate."""
+        return [row for row in self.rows if row.estimate is not None]
+
+    @property
+    def exact(self) -> list[Scored]:
+        """Those of them whose label is a figure."""
+        return [row for row in self.answered if row.label is not None]
 
 
 def given_of(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
@@ -414,12 +408,12 @@ def figures_of(
     latency = asked.latency.get(file.removesuffix(TRUSTED_ALONE))
     answered = [row for row in rows if row.estimate is not None]
     oom = np.array([row.label is None for row in answered], dtype=bool)
-    card, upper, seconds = (_values(answered, name) for name in ("card", "upper", "seconds"))
+    card, upper, seconds = (values_of(answered, name) for name in ("card", "upper", "seconds"))
     ok = [row for row in answered if row.label is not None]
-    label, estimate = _values(ok, "label"), _values(ok, "estimate")
+    label, estimate = values_of(ok, "label"), values_of(ok, "estimate")
     constant = None if asked.learns else median(label - estimate)
     shift = constant or 0.0
-    need = _values(answered, "label")
+    need = values_of(answered, "label")
     need[oom] = card[oom]
     bounded = ~(np.isnan(upper) | np.isnan(need))
 
@@ -430,7 +424,6 @@ def figures_of(
     classes = {name: class_scores(*estimated_classes(answered, name, b), b.labels) for name, b in bins.items()}
     out_of_memory = sum(row.label is None for row in rows)
     return Figures(
-        own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
         file=file,
         estimator=estimator,
         ok=len(rows) - out_of_memory,
@@ -444,34 +437,42 @@ def figures_of(
         classes={name: scores for name, scores in classes.items() if scores is not None},
         bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
         reliability=_reliability([row for row in ok if row.upper is not None and row.quantiles]),
-        fit_right=right(_values(answered, "estimate") + shift),
+        fit_right=right(values_of(answered, "estimate") + shift),
         fit_right_bound=right(upper),
         median_seconds=median(seconds[~np.isnan(seconds)]) if latency is None else latency,
         fit_seconds=asked.fit_seconds,
+        own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
+        rows=rows,
+        bins=bins,
     )
 
 
-def _values(rows: Sequence[Scored], name: str) -> np.ndarray:
-    """Return (n,) values; NaN where a row has none."""
+def values_of(rows: Sequence[Scored], name: str) -> np.ndarray:
+    """Return (n,) values of a field, (n, quantiles) of `quantiles`; NaN where a row has none."""
     return np.array([getattr(row, name) for row in rows], dtype=float)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The figures of every file and estimator, the answers behind them in the same order of rows, and what to know.
+    """The figures of every file and estimator, and what to know.
 
-    bins       file -> name -> the classes that its rows were judged by
     level      share of labels that bounds should hold
     """
 
     target: Target
     device: str
     card_mib: float | None = None
-    bins: Mapping[str, Mapping[str, Bins]]
     figures: tuple[Figures, ...]
-    scored: Mapping[tuple[str, str], Sequence[Scored]]
     notes: tuple[str, ...] = ()
     level: float = LEVEL
+
+    @property
+    def by_file(self) -> dict[str, list[Figures]]:
+        """File -> the figures of each estimator on it."""
+        by_file: dict[str, list[Figures]] = defaultdict(list)
+        for figures in self.figures:
+            by_file[figures.file].append(figures)
+        return by_file
 
     @property
     def published(self) -> tuple[PublishedFigure, ...]:
@@ -510,56 +511,40 @@ def judge(
         devices: The device of each row.
         card_mib, notes, level: As in `Benchmark`.
     """
-    figures, scored, bins_of = [], {}, {}
+    figures = []
     for title, rows in sets.items():
         trusted = {i: about for i, about in rows.items() if about.get("doubt") is None}
         alone = {f"{title}{TRUSTED_ALONE}": trusted} if len(trusted) < len(rows) else {}
         for (file, of_file), (name, of) in itertools.product({title: rows, **alone}.items(), asked.items()):
-            if scored_rows := [
-                Scored(**vars(of.answers[i]), **about) for i, about in of_file.items() if i in of.answers
-            ]:
-                scored[file, name] = scored_rows
-                figures.append(figures_of(file, name, scored_rows, of, bins=bins[title], space=target.space))
-                bins_of[file] = bins[title]
+            if scored := [Scored(**vars(of.answers[i]), **about) for i, about in of_file.items() if i in of.answers]:
+                figures.append(figures_of(file, name, scored, of, bins=bins[title], space=target.space))
     return Benchmark(
         target=target,
         device=", ".join(dict.fromkeys(map(str, devices))),
         card_mib=card_mib,
-        bins=bins_of,
         figures=tuple(figures),
-        scored=scored,
         notes=tuple(dict.fromkeys(notes)),
         level=level,
     )
 
 
-def by_group(rows: Sequence[Scored], constant: float | None, *, space: str) -> dict[str, tuple[int, Errors]]:
-    """Return group -> (ok rows answered, errors with the file's constant added), groups in alphabetical order."""
-    groups: dict[str, list[Scored]] = defaultdict(list)
+def signed_errors(rows: Sequence[Scored], constant: float | None, space: str) -> Iterator[tuple[Scored, float, float]]:
+    """Yield each answered ok row that has an error, its estimate + constant, and that - label: relative, for ratios
+    absolute."""
     for row in rows:
-        if row.label is not None and row.estimate is not None:
-            groups[row.group].append(row)
-    return {
-        group: (
-            len(group_rows),
-            errors_of(_values(group_rows, "label"), _values(group_rows, "estimate") + (constant or 0.0), space),
-        )
-        for group, group_rows in sorted(groups.items())
-    }
+        if row.label is not None and row.estimate is not None and (space == "ratio" or row.label > 0):
+            estimate = row.estimate + (constant or 0.0)
+            yield row, estimate, estimate - row.label if space == "ratio" else (estimate - row.label) / row.label
 
 
-def worst_of(rows: Sequence[Scored], constant: float | None, n: int, *, space: str) -> list[tuple[Scored, float]]:
-    """Return the `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
-    return sorted(signed_errors(rows, constant, space=space), key=lambda pair: -abs(pair[1]))[:n]
-
-
-def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str) -> Iterator[tuple[Scored, float]]:
-    """Yield (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
-    least = -math.inf if space == "ratio" else RELATIVE_FLOOR
-    for row in rows:
-        if row.label is not None and row.estimate is not None and row.label >= least:
-            gap = row.estimate + (constant or 0.0) - row.label
-            yield row, gap if space == "ratio" else gap / row.label
+def errors_by(
+    key: Callable[[Scored], Any], rows: Sequence[Scored], constant: float | None, space: str
+) -> dict[Any, np.ndarray]:
+    """Return the `signed_errors` of the rows of each key, keys in order; those of None are left out."""
+    errors: dict[Any, list[float]] = defaultdict(list)
+    for row, _, error in signed_errors(rows, constant, space):
+        errors[key(row)].append(error)
+    return {value: np.array(errors[value]) for value in sorted(errors.keys() - {None})}
 
 
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
@@ -587,10 +572,10 @@ def estimated_classes(rows: Sequence[Scored], name: str, bins: Bins) -> tuple[np
     to.
     """
     families = [row.family for row in rows]
-    by_point = bins.classify(_values(rows, "estimate"), families)
+    by_point = bins.classify(values_of(rows, "estimate"), families)
     predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, by_point.tolist(), strict=True)], int)
     oom = np.array([row.label is None for row in rows], dtype=bool)
-    label = np.where(oom, _values(rows, "card"), _values(rows, "label"))
+    label = np.where(oom, values_of(rows, "card"), values_of(rows, "label"))
     true = bins.classify(label, families)
     true[np.isnan(label)] = len(bins.labels) - 1
     return np.where(oom, np.maximum(true, predicted), true), predicted
@@ -599,7 +584,7 @@ def estimated_classes(rows: Sequence[Scored], name: str, bins: Bins) -> tuple[np
 def _reliability(rows: Sequence[Scored]) -> dict[str, float]:
     if not rows:
         return {}
-    label, table = _values(rows, "label"), np.array([row.quantiles for row in rows])
+    label, table = values_of(rows, "label"), np.array([row.quantiles for row in rows])
     return {f"{q:g}": float((~exceeds(label, table[:, k])).mean()) for k, q in enumerate(RELIABILITY)}
 
 

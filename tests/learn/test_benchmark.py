@@ -191,8 +191,8 @@ def warehouse_folder(tmp_path_factory):
 def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     chosen = {"data": str(warehouse_folder), "estimators": ("lightgbm",), "workers": 0, "split": "leave_one_out"}
     done = benchmark(BenchmarkSettings(**chosen, by="device"))
-    assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
-    given = {row.name: row.estimate for rows in done.scored.values() for row in rows}
+    assert {row.group for figures in done.figures for row in figures.rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
+    given = {row.name: row.estimate for figures in done.figures for row in figures.rows}
     rows = load_rows(str(warehouse_folder), "memory")
     train, asked = (rows.subset(rows.device == device) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
     fitted = estimators.make_estimator("lightgbm", 0).fit(train).predict(asked.cases)

@@ -231,8 +231,8 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     bins = make_bins(rows.target, rows.label, rows.family, bin_gb=1)
     found = evaluate("deepspeed", rows, bins)
     assert {config.optimizer for config in found.test_rows.configs} == {"adam"}
-    assert len(found.scored) == len(found.test_rows) == found.test["n"]
-    assert all(np.isfinite(row.estimate) for row in found.scored)
+    assert len(found.figures.rows) == len(found.test_rows) == found.test["n"]
+    assert all(np.isfinite(row.estimate) for row in found.figures.rows)
     assert any("have no answer and are in no figure: optimizer=sgd" in text for text in found.warnings)
     with pytest.raises(UsageError, match=r"llmem has no answer for any of the .* precision=fp32"):
         evaluate("llmem", rows, bins)
