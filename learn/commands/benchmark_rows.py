@@ -26,7 +26,7 @@ from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
-from learn.judging.evaluate import GROUPINGS, SLOWDOWN_GROUPINGS, SPLITS, Part, ask_parts
+from learn.judging.evaluate import GROUPINGS, SLOWDOWN_GROUPINGS, SPLITS, Part
 from learn.judging.scores import NEVER_FITTED_ON, Asked, Given, given_of, median, sample
 from learn.rows.data import (
     SLOWDOWN,
@@ -544,30 +544,41 @@ def ask_learned(
     tally: Tally,
     steps: StepStore,
 ) -> Asked:
-    """Fit an estimator on the inside of each part and ask it the rows outside."""
-    warnings: dict[str, None] = {}
+    """Fit an estimator on the inside of each part and ask it the rows outside. A part that nothing can be fitted to is
+    refused whole. `bins`: file -> those that it gives classes for; without, a row's class is that of its estimate."""
+    answers: dict[int, Given] = {}
+    fit_seconds: list[float] = []
     latency: dict[str, float | None] = {}
-
-    def fitted(inside: np.ndarray) -> Callable[[np.ndarray], dict[int, Given]]:
-        return partial(answers_of, make_estimator(name, seed).fit(rows.subset(inside), steps))
-
-    def answers_of(estimator: Estimator, outside: np.ndarray) -> dict[int, Given]:
-        answers: dict[int, Given] = {}
-        for file in dict.fromkeys(rows.file[outside].tolist()):
-            index = outside[rows.file[outside] == file]
+    warnings: dict[str, None] = {}
+    for part in parts:
+        # The first fit of all also computes features that later ones, also of other estimators, find remembered.
+        began = time.monotonic_ns()
+        try:
+            fitted = make_estimator(name, seed).fit(rows.subset(part.inside), steps)
+        except CommandError as error:
+            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
+            answers |= dict.fromkeys(part.outside.tolist(), refusal)
+            tally.step(1 + len(part.outside))
+            continue
+        fit_seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        for file in dict.fromkeys(rows.file[part.outside].tolist()):
+            index = part.outside[rows.file[part.outside] == file]
             asked = rows.subset(index)
-            given, unfamiliar = _ask(estimator, asked, bins[file], steps)
+            given, unfamiliar = _ask(fitted, asked, bins.get(file, {}), steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
             tally.step(len(index))
-            warnings.update(dict.fromkeys(unfamiliar))
+            warnings |= dict.fromkeys(unfamiliar)
             if file not in latency:
                 timed = [case for case, answer in zip(asked.cases, given, strict=True) if answer.estimate is not None]
-                latency[file] = _latency(estimator, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
-        return answers
-
-    # The first fit of all also computes features that later ones, also of other estimators, find remembered.
-    asked = ask_parts(parts, fitted, tally.step)
-    return replace(asked, latency=latency, warnings=tuple(warnings))
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
+    return Asked(
+        answers=answers,
+        learns=True,
+        latency=latency,
+        fit_seconds=median(np.array(fit_seconds)),
+        warnings=tuple(warnings),
+    )
 
 
 def _ask(

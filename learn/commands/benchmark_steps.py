@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +34,8 @@ from learn.fitting.kernel_formulas import (
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
-from learn.judging.evaluate import TEST_TENTHS, Part, ask_parts, held_out_by
-from learn.judging.scores import Asked, Benchmark, Given, judge
+from learn.judging.evaluate import TEST_TENTHS, Part, held_out_by
+from learn.judging.scores import Asked, Benchmark, Given, judge, median
 from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore
 
@@ -147,18 +148,20 @@ def _parts(fit: TimeFit, settings: BenchmarkSettings) -> list[Part]:
 
 def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -> Asked:
     formula = FORMULAS[name](fit)
-
-    def fitted(inside: np.ndarray) -> Callable[[np.ndarray], dict[int, Given]]:
-        ratios = formula(inside)
-        return lambda outside: {place: answer(place, ratios[place]) for place in outside.tolist()}
-
-    def answer(place: int, ratio: float) -> Given:
-        if not math.isfinite(ratio):
-            return Given(estimate=None, reason="the rows that it learned from do not cover this one")
-        return Given(estimate=fit.rows[place].measured_ms * math.exp(ratio))
-
-    asked = ask_parts(parts, fitted, lambda _steps: tally.step())  # its answers take no time: a step is a fit
-    return Asked(answers=asked.answers) if name == AS_IT_COMES else asked
+    answers: dict[int, Given] = {}
+    seconds: list[float] = []
+    for part in parts:
+        began = time.monotonic_ns()
+        ratios = formula(part.inside)
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()  # its answers take no time: a step is a fit
+        for place in part.outside.tolist():
+            answers[place] = Given(estimate=None, reason="the rows that it learned from do not cover this one")
+            if math.isfinite(ratios[place]):
+                answers[place] = Given(estimate=fit.rows[place].measured_ms * math.exp(ratios[place]))
+    if name == AS_IT_COMES:
+        return Asked(answers=answers)
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)))
 
 
 def _ask_estimators(
@@ -186,14 +189,13 @@ def _ask_estimators(
     of_steps = asked_rows(rows, fit.sources[place])
     own = [Part("", part.inside[place], np.flatnonzero(np.isin(place, part.outside))) for part in parts]
     own = [part for part in own if len(part.outside)]
-    bins = {source: of_steps.bins(source) for source in dict.fromkeys(of_steps.file.tolist())}
     steps = StepStore(settings.data)
     steps.prepare(rows.cases, workers=settings.workers)
     asked = {}
     for name in names:
         tally.step(0, of=sum(1 + len(part.outside) for part in own))
-        learned = ask_learned(name, of_steps, own, bins, settings.seed, tally, steps)
-        answers = {int(place[position]): replace(given, classes={}) for position, given in learned.answers.items()}
+        learned = ask_learned(name, of_steps, own, {}, settings.seed, tally, steps)
+        answers = {int(place[position]): given for position, given in learned.answers.items()}
         asked[name] = replace(learned, answers=refused | answers, latency={})
     return asked
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError
+from conf.errors import UsageError
 from featurize.device.device_spec import plain_device
 from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
 from learn.judging.scores import (
     Asked,
     Figures,
-    Given,
     Scored,
     described,
     errors_of,
@@ -32,7 +30,6 @@ from learn.judging.scores import (
     given_of,
     has_relative,
     mean,
-    median,
     values_of,
 )
 from learn.rows.data import MIN_GROUPS, Bins, Rows
@@ -313,36 +310,6 @@ def _left_out(
         if len(names) < 2:
             raise UsageError(f"split=leave_one_out by={by}: all rows are of {by} {names[0]}; it takes two or more")
         yield from ((name, np.flatnonzero(keys == name)) for name in names)
-
-
-def ask_parts(
-    parts: Sequence[Part],
-    fitted: Callable[[np.ndarray], Callable[[np.ndarray], Mapping[int, Given]]],
-    step: Callable[[int], None],
-) -> Asked:
-    """Return the answers for the rows outside each part, from a fit to those inside. A part that nothing can be fitted
-    to is refused whole.
-
-    Args:
-        parts: The fits.
-        fitted: Fits to the rows of a mask; returns what answers for rows at positions, by their position.
-        step: Called once a part: with 1 when it is fitted to, else with that and the number of its rows.
-    """
-    answers: dict[int, Given] = {}
-    seconds = []
-    for part in parts:
-        began = time.monotonic_ns()
-        try:
-            answers_of = fitted(part.inside)
-        except CommandError as error:
-            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
-            answers |= dict.fromkeys(part.outside.tolist(), refusal)
-            step(1 + len(part.outside))
-            continue
-        seconds.append((time.monotonic_ns() - began) / 1e9)
-        step(1)
-        answers |= answers_of(part.outside)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)))
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:

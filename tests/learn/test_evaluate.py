@@ -12,7 +12,17 @@ from learn.estimators.tabular import group_folds
 from learn.job.training_job import of_configs
 from learn.judging.evaluate import metrics_of, parts_of
 from learn.judging.report import metric_rows
-from learn.judging.scores import Asked, Given, Scored, bound_scores, described, exceeds, figures_of, labels_are_its_own
+from learn.judging.scores import (
+    Asked,
+    Given,
+    Scored,
+    bound_scores,
+    described,
+    exceeds,
+    figures_of,
+    labels_are_its_own,
+    signed_errors,
+)
 from learn.rows.data import get_target, make_bins, memory_bins
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import MOSTLY_MLPS, make_configs, make_rows, write_batch
@@ -156,6 +166,15 @@ def test_a_label_exceeds_a_bound_by_more_than_rounding_and_out_of_memory_one_tha
     label, censored = np.array([10.0, 20.0, 40.0, 40.0, 40.0]), np.arange(5) > 1  # three ran out of memory
     found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0, 80.0]), censored, "log")
     assert (found.coverage, found.above, found.excess) == (0.8, 0.2, pytest.approx(0.175))
+
+
+def test_a_kernel_of_microseconds_has_an_error_too():
+    rows = [
+        Scored(estimate=0.006, name="relu", group="relu", label=0.004),
+        Scored(estimate=None, name="b", group="b", label=1),
+    ]
+    ((row, estimate, error),) = signed_errors(rows, 0.002, "log")
+    assert (row.name, estimate) == ("relu", 0.008) and error == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
