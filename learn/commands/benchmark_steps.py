@@ -6,7 +6,6 @@ one of LLM Foundry's jobs on several GPUs, sharded by FSDP: `learn.estimate` is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-import warehouse
 from conf.errors import CommandError, UsageError, require_one_of, shown
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
@@ -32,7 +30,7 @@ from learn.fitting.kernel_formulas import (
     labels_by,
     subsets,
 )
-from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
+from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows, query_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part, held_out_by
 from learn.judging.scores import Asked, Benchmark, Given, judge, median
@@ -62,8 +60,7 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
     query = (
         "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
     )
-    with contextlib.closing(warehouse.connect(settings.data)) as connection:
-        return bool(connection.execute(query).fetchall() == [(False,)])
+    return query_rows(settings.data, query) == [(False,)]
 
 
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:
@@ -324,9 +321,8 @@ def ask_ranks(
         data: The data folder, whose column `origin` has the published cells.
         tally: Is called for each row.
     """
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
-        cells_of = dict(asked.fetchall())
+    published = query_rows(data, "SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
+    cells_of = dict(published)
     answers = {}
     tally.step(0, of=len(places))
     for place in places.tolist():

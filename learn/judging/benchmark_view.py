@@ -1,7 +1,8 @@
 """Show a benchmark: a line for each estimator that is done, a page of tables and plots for people, a mapping for JSON.
 
-Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.blocks`). `reproduce` makes the tables
-of arXiv 2602.17817 of several benchmarks, ours beside those that are published, and `paper_page` draws them.
+Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.blocks`), and `FigureTable`, which has
+every table. `reproduce` makes the tables of arXiv 2602.17817 of several benchmarks, ours beside those that are
+published, and `paper_page` draws them.
 """
 
 from __future__ import annotations

@@ -534,7 +534,8 @@ def signed_errors(rows: Sequence[Scored], constant: float | None, space: str) ->
     for row in rows:
         if row.label is not None and row.estimate is not None and (space == "ratio" or row.label > 0):
             estimate = row.estimate + (constant or 0.0)
-            yield row, estimate, estimate - row.label if space == "ratio" else (estimate - row.label) / row.label
+            gap = estimate - row.label
+            yield row, estimate, gap if space == "ratio" else gap / row.label
 
 
 def errors_by(
