@@ -112,18 +112,19 @@ def benchmark(
     asked: dict[str, Asked] = {}
     for name in learned:
         asked[name] = ask_learned(name, rows, parts, bins, settings.seed, tally, steps)
-        finished(judge_all({name: asked[name]}).figures)
+        finished(judge_all({name: asked[name]}))
         notes += [f"{name}: {text}" for text in _alike(asked[name].warnings)]
     for name, given in ask_free(rows, index, free, settings, tally, steps):
         asked[name] = given
-        finished(judge_all({name: given}).figures)
+        finished(judge_all({name: given}))
 
     cards = set(rows.card_mib[index].tolist())
-    return judge_all(
-        {name: asked[name] for name in names} | _published_estimates(rows, index),
-        devices=rows.device[index].tolist(),
+    return Benchmark(
+        target=rows.target,
+        device=", ".join(dict.fromkeys(rows.device[index].tolist())),
         card_mib=cards.pop() if rows.target.is_memory and len(cards) == 1 else None,
-        notes=notes,
+        figures=judge_all({name: asked[name] for name in names} | _published_estimates(rows, index)),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

@@ -104,13 +104,11 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         for title, rows in sets.items()
     }
     notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
-    return judge(
-        target,
-        sets,
-        bins,
-        {name: asked[name] for name in names},
-        devices=fit.devices[fit.steps].tolist(),
-        notes=(*_notes(settings, len(parts), names, asked), *notes),
+    return Benchmark(
+        target=target,
+        device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
+        figures=judge(target, sets, bins, {name: asked[name] for name in names}),
+        notes=tuple(dict.fromkeys([*_notes(settings, len(parts), names, asked), *notes])),
     )
 
 

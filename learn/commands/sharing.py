@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
 from learn.judging.evaluate import SLOWDOWN_GROUPINGS
-from learn.judging.scores import Asked, Benchmark, Errors, Given, errors_of, judge
+from learn.judging.scores import Asked, Benchmark, Errors, Figures, Given, errors_of, judge
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
 from learn.sharing.slowdowns import (
@@ -196,7 +196,7 @@ def benchmark_slowdowns(
 
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
     split = settings.by or SLOWDOWN_GROUPINGS[0]
-    done, aucs = judge_slowdowns(groups, split, progress)
+    figures, aucs = judge_slowdowns(groups, split, progress)
     notes = [f"each {split} is left out in turn; labels and errors are shares of a job's speed that it loses to others"]
     for title in dict.fromkeys(title for title, _ in aucs):
         known = ", ".join(f"{name} {auc:.3f}" for (of, name), auc in aucs.items() if of == title and auc is not None)
@@ -206,15 +206,16 @@ def benchmark_slowdowns(
         f"(median), {error_text(True, off.mean)} (mean), {error_text(True, off.p90)} (p90)"
         for title, (count, off) in memory_errors(groups).items()
     ]
-    if not done.figures:
+    if not figures:
         notes.append(f"no estimator was judged: of one {split} alone there are no groups to learn from")
     notes += [f"left out: {count:,} groups: {reason}" for reason, count in left_out.items()]
-    return replace(done, notes=tuple(notes))
+    device = ", ".join(sorted({group.device for group in groups}))
+    return Benchmark(target=SPEED_LOST, device=device, figures=figures, notes=tuple(notes), level=PERCENTILE)
 
 
 def judge_slowdowns(
     groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
-) -> tuple[Benchmark, dict[tuple[str, str], float | None]]:
+) -> tuple[tuple[Figures, ...], dict[tuple[str, str], float | None]]:
     """Return the figures of every estimator for each source and series, and the AUC.
 
     The AUC, by source and estimator, is for groups in which all keep 85 % of their speed; None where all or none do.
@@ -252,9 +253,8 @@ def judge_slowdowns(
         progress(completed, len(parts))
     asked = {name: Asked(answers=of_name, learns=True) for name, of_name in answers.items()}
     bins = {title: {"published": KEEPING} for title in sets}
-    devices = sorted({group.device for group in groups})
-    done = judge(SPEED_LOST, sets, bins, asked, devices=devices, level=PERCENTILE)
-    return done, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in keeps.items()}
+    aucs = {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in keeps.items()}
+    return judge(SPEED_LOST, sets, bins, asked), aucs
 
 
 def _about(group: MeasuredGroup, member: int, split: str) -> dict[str, Any]:

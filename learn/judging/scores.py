@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -494,12 +494,7 @@ def judge(
     sets: Mapping[str, Mapping[int, Mapping[str, Any]]],
     bins: Mapping[str, Mapping[str, Bins]],
     asked: Mapping[str, Asked],
-    *,
-    devices: Iterable[object] = (),
-    card_mib: float | None = None,
-    notes: Iterable[str] = (),
-    level: float = LEVEL,
-) -> Benchmark:
+) -> tuple[Figures, ...]:
     """Judge every estimator on sets of rows, and beside a set with some rows in doubt on the others alone. An estimator
     without an answer or a reason for any row of a set is left out there.
 
@@ -508,8 +503,6 @@ def judge(
         sets: Title -> row -> its entry of `Scored`.
         bins: Title -> the classes of its rows.
         asked: Estimator -> its answers.
-        devices: The device of each row.
-        card_mib, notes, level: As in `Benchmark`.
     """
     figures = []
     for title, rows in sets.items():
@@ -518,14 +511,7 @@ def judge(
         for (file, of_file), (name, of) in itertools.product({title: rows, **alone}.items(), asked.items()):
             if scored := [Scored(**vars(of.answers[i]), **about) for i, about in of_file.items() if i in of.answers]:
                 figures.append(figures_of(file, name, scored, of, bins=bins[title], space=target.space))
-    return Benchmark(
-        target=target,
-        device=", ".join(dict.fromkeys(map(str, devices))),
-        card_mib=card_mib,
-        figures=tuple(figures),
-        notes=tuple(dict.fromkeys(notes)),
-        level=level,
-    )
+    return tuple(figures)
 
 
 def signed_errors(rows: Sequence[Scored], constant: float | None, space: str) -> Iterator[tuple[Scored, float, float]]:

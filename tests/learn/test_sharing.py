@@ -307,7 +307,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
     ]
-    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0].figures}
+    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0]}
     assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
     answering = {name for name, figures in scores.items() if figures.answered_ok}
     assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
