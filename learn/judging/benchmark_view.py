@@ -232,7 +232,7 @@ def _worst_table(done: Benchmark, figures: Figures, n: int) -> FigureTable:
             "error": f"{error:+.1%}" if done.relative else f"{error:+.4f}",
             "in doubt": row.doubt or "",
         }
-        for row, estimate, error in sorted(errors, key=lambda found: -abs(found[-1]))[:n]
+        for row, estimate, error in sorted(errors, key=lambda triple: -abs(triple[-1]))[:n]
     ]
     return FigureTable(f"{figures.file}, {figures.estimator}: furthest off, constant added", rows)
 
