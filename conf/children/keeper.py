@@ -32,8 +32,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from conf.children.containment import (
@@ -46,13 +45,13 @@ from conf.children.containment import (
     end_below,
     run_as_child,
 )
-from conf.files.identity import OWNER_FILE, identity
+from conf.files.identity import identity
+from conf.files.own_folders import kept_folder
 from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
 _DRAIN_CHUNKS = 64  # most chunks to read at once, because other work waits meanwhile
-FOLDER_PREFIX = "gpufarm-child-"
 _LOOK_S = 0.1
 _END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
 _PAUSE_S = 0.0005
@@ -201,18 +200,6 @@ def keep(
     return ended._replace(left=left, stayed=stayed)
 
 
-@contextlib.contextmanager
-def kept_folder(base: str) -> Iterator[str]:
-    """Make a folder below `base` with its owner's identity, and delete it at the end."""
-    path = os.path.join(base, FOLDER_PREFIX + os.urandom(6).hex())
-    os.mkdir(path, 0o700)
-    try:
-        Path(path, OWNER_FILE).write_text(identity(os.getpid()))
-        yield path
-    finally:
-        _delete(path)
-
-
 def wakes_on_exit() -> tuple[int, int]:
     """Return a pipe that becomes readable when a child ends; ignore signals that other processes handle."""
     for number in _ENDED_BY_OTHERS:
@@ -265,25 +252,6 @@ def _kill_session(child: int) -> None:
     give_up = time.monotonic() + _END_S
     while _exit_code(child) is None and time.monotonic() < give_up:
         time.sleep(_PAUSE_S)
-
-
-def _delete(folder: str) -> None:
-    """Delete a folder with its contents, also read-only folders in it. Follows no link.
-
-    Unlike `shutil.rmtree` it does not hold a descriptor per level: a child may nest folders more deeply than the limit
-    of open files.
-    """
-    paths, todo = [], [folder]
-    while todo:
-        paths.append(path := todo.pop())
-        if os.path.isdir(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):
-                os.chmod(path, 0o700)
-            with contextlib.suppress(OSError):
-                todo += [os.path.join(path, name) for name in os.listdir(path)]
-    for path in reversed(paths):
-        with contextlib.suppress(OSError):
-            (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
 
 
 PACKET_BYTES = 1 << 20

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 OWN_SHA256 = "own_sha256"  # key of a JSON object that holds the object's own checksum
-OWNER_FILE = "owner"  # in each of this project's temporary folders: the `identity` of the process that made it
 
 
 def canonical_json(value: Mapping[str, Any] | Sequence[Any]) -> str:

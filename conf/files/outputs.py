@@ -1,9 +1,8 @@
-"""Writes a user's output files atomically, reads JSON within limits, and opens private files safely.
+"""Writes a user's output files atomically, and reads JSON within limits.
 
 Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all. Links are followed.
 Devices, pipes and standard output are written to directly. A data folder's own files are refused. `new_folder` makes a
 folder that appears whole. `read_json` reads an untrusted file, and raises `ValueError` for any fault in its content.
-`own_folder` opens a folder that only this user can change.
 """
 
 from __future__ import annotations
@@ -57,9 +56,6 @@ _ABANDONED_AFTER_S = 86_400.0
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_BYTES = 1 << 30  # limit for files that grow with the data: a list of files, a plan
 MARKER_BYTES = 1 << 16  # limit for the file that identifies a folder
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-_OTHERS_MAY = 0o077
-_OTHERS_MAY_WRITE = 0o022
 
 
 @dataclass(frozen=True)
@@ -344,39 +340,3 @@ def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             records.append(parse_json(line))
     return [record for record in records if isinstance(record, dict)]
-
-
-@contextlib.contextmanager
-def own_folder(path: str | os.PathLike[str], *, private: bool) -> Iterator[int | None]:
-    """Open a real folder of this user and yield its descriptor; None for a link, another user's or a missing folder.
-
-    Args:
-        path: the folder.
-        private: whether it must also be closed to everybody else, as with mode 0700.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
-    except OSError:
-        yield None
-        return
-    try:
-        status = os.fstat(descriptor)
-        is_own = status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY)
-        yield descriptor if is_own else None
-    finally:
-        os.close(descriptor)
-
-
-def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
-    """Open a plain file of this user in an open folder and return its descriptor. Never blocks.
-
-    `flags` are those of `os.open`; created files have mode 0600. With `private`, nobody else may write to the file.
-    Raises the `OSError` of opening, and `PermissionError` for any other kind of file.
-    """
-    descriptor = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
-    status = os.fstat(descriptor)
-    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    if is_own and not (private and status.st_mode & _OTHERS_MAY_WRITE):
-        return descriptor
-    os.close(descriptor)
-    raise PermissionError(errno.EPERM, "it is not a plain file of this user alone", str(Path(name)))

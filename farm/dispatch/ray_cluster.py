@@ -112,6 +112,7 @@ def own_session_environment() -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
         "RAY_prestart_worker_first_driver": "0",  # a process for each CPU, while our actors hold none
         "RAY_USAGE_STATS_ENABLED": "0",
+        "SPT_NOENV": "1",  # else titles of its agents overwrite their environment, which says whose they are
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

@@ -22,6 +22,7 @@ import psutil
 
 from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.errors import EnvironmentProblem
+from conf.files.own_folders import delete_folder
 from farm.dispatch.executors import Completion
 from farm.dispatch.ray_cluster import (
     ClusterLost,
@@ -34,7 +35,7 @@ from farm.dispatch.ray_cluster import (
     own_session_environment,
     plain_error,
 )
-from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
+from farm.queue.leftovers import end_processes, make_ray_folder
 from workers.devices import DeviceChoice, make_device
 from workers.task import RunResult, Task
 
@@ -484,8 +485,6 @@ class RayExecutor:
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             seat.failures = 0
-            if self._folder is not None and not self._was_ready:
-                record_processes(self._folder, descendants())
             self._was_ready = True
             self._set_idle(seat)
 

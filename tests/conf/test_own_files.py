@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conf.files.identity import alive, identity, version_of
-from conf.files.outputs import open_own_file, own_folder
+from conf.files.own_folders import open_own_file, own_folder
 
 
 def opened(path, private=True):

@@ -1,13 +1,16 @@
 """The promises of every executor to the dispatcher, run on each: inline, and a real Ray."""
 
 import contextlib
+import os
 
 import psutil
 import pytest
 
+from conf.files.identity import identity
 from farm.dispatch.dispatcher import make_executor
-from farm.dispatch.executors import Executor
+from farm.dispatch.executors import Executor, InlineExecutor
 from farm.dispatch.ray_cluster import ClusterSettings
+from farm.queue.leftovers import SESSION_VARIABLE
 from featurize.families import get_family
 from tests.lasting_servers import end_of_servers as end_of_servers
 from tests.lasting_servers import lasting_servers as lasting_servers
@@ -72,3 +75,12 @@ def test_everything_listens_on_loopback_only(executor):
         with contextlib.suppress(psutil.Error):
             listening += [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_processes_that_change_their_titles_still_name_this_dispatcher(executor):
+    """Ray's do; a title may take the place of the environment, which says whose a process is."""
+    await_idle(executor)
+    below = psutil.Process().children(recursive=True)
+    titled = [process for process in below if " ".join(process.cmdline()).startswith("ray::")]
+    assert {process.environ().get(SESSION_VARIABLE) for process in titled} <= {identity(os.getpid())}
+    assert isinstance(executor, InlineExecutor) or len(titled) > 1, "agents, and the worker"

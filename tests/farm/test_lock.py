@@ -1,22 +1,18 @@
 """The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written. Folders that
 dead processes leave are deleted."""
 
+import contextlib
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
 from conf.errors import EnvironmentProblem
-from conf.files.identity import OWNER_FILE, alive, identity
-from farm.queue.leftovers import (
-    SESSION_VARIABLE,
-    dispatcher_of,
-    hold_dispatcher_lock,
-    make_folder,
-    sweep_folders,
-    sweep_orphans,
-)
+from conf.files.identity import alive, identity
+from conf.files.own_folders import OWNER_FILE, make_folder
+from farm.queue.leftovers import SESSION_VARIABLE, dispatcher_of, hold_dispatcher_lock, sweep_folders, sweep_orphans
 from tests.surroundings import run_command, waiting_process
 
 
@@ -28,14 +24,6 @@ def runtime(tmp_path_factory, monkeypatch):
     return path
 
 
-def record_of(runtime, dispatcher, processes):
-    folder = runtime / "gpufarm-ray-1"
-    folder.mkdir(mode=0o700)
-    (folder / "owner").write_text(dispatcher)
-    (folder / "processes").write_text(json.dumps(processes))
-    return folder
-
-
 def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dead):
     with waiting_process() as innocent:
         named = [identity(innocent.pid)]
@@ -45,41 +33,33 @@ def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dea
     assert innocent.returncode == 0, "it ended by itself"
 
 
-def test_what_the_users_own_record_names_is_ended_and_the_record_goes(folder, runtime, dead):
-    with waiting_process() as left, waiting_process() as later:
-        records = record_of(runtime, dead, [identity(left.pid), "1@1@00000000.1", "junk", 7, None])
-        markers = identity(left.pid), identity(later.pid)
-        with hold_dispatcher_lock(folder.dispatcher_lock):
-            assert not alive(markers[0]) and not records.exists()
-            record_of(runtime, dead, [markers[1]])
-        assert not alive(markers[1]) and not records.exists(), "at the end, too"
+@pytest.fixture
+def orphan(dead):
+    """Start a process that a dead dispatcher has left; return its identity."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: identity(stack.enter_context(waiting_process(**{SESSION_VARIABLE: dead})).pid)
 
 
-def test_the_record_of_a_dispatcher_that_runs_is_left_alone(runtime):
-    with waiting_process() as worker:
-        records = record_of(runtime, identity(os.getpid()), [identity(worker.pid)])
-        assert worker.pid not in sweep_orphans() and list(records.iterdir())
+def test_what_a_dead_dispatcher_left_goes_where_the_lock_is_taken_and_where_it_is_given_back(
+    folder, runtime, dead, orphan
+):
+    first, its_folder = orphan(), folder_of(runtime, dead)
+    with hold_dispatcher_lock(folder.dispatcher_lock):
+        assert not alive(first) and not its_folder.exists()
+        second, its_folder = orphan(), folder_of(runtime, dead)
+    assert not alive(second) and not its_folder.exists()
 
 
-def test_a_record_in_a_folder_that_others_may_write_to_proves_nothing(runtime, dead):
-    with waiting_process() as innocent:
-        record_of(runtime, dead, [identity(innocent.pid)]).chmod(0o770)
-        assert innocent.pid not in sweep_orphans()
+def test_a_marked_process_of_a_dispatcher_that_runs_is_left_alone(runtime):
+    with waiting_process(**{SESSION_VARIABLE: identity(os.getpid())}) as worker:
+        assert worker.pid not in sweep_orphans() and worker.poll() is None
 
 
 def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime, dead):
     pid, start, where = dead.split("@")
-    with waiting_process() as innocent:
-        record_of(runtime, f"{pid}@{int(start) + 10_000_000}@{where}", [identity(innocent.pid)])
-        assert innocent.pid not in sweep_orphans()
-
-
-def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
-    with waiting_process(**{SESSION_VARIABLE: dead}) as orphan:
-        marker = identity(orphan.pid)
-        sweep_orphans()  # or another dispatcher's sweep, which may come first
-        orphan.wait(timeout=30)
-        assert not alive(marker)
+    later = f"{pid}@{int(start) + 10_000_000}@{where}"
+    with waiting_process(**{SESSION_VARIABLE: later}) as innocent:
+        assert innocent.pid not in sweep_orphans() and innocent.poll() is None
 
 
 @pytest.mark.parametrize("marker", ["", "@{where}", "x@1@{where}", "1@1@00000000.1"])
@@ -180,9 +160,24 @@ def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(place, 
 def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(place, dead, monkeypatch):
     path = folder_of(place, dead, "gpufarm-ray-1")
     (path / "session").mkdir()
+    rmdir = os.rmdir
+
+    def late(name):
+        (path / "session" / "agent.log").write_text("ending")
+        rmdir(name)
+
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", lambda name, **options: (path / name / "agent.log").write_text("ending"))
+        patch.setattr("os.rmdir", late)
         assert sweep_folders([place], now=0.0) == []
+    assert sweep_folders([place], now=0.0) == [path] and not path.exists()
+
+
+def test_a_folder_that_nests_more_deeply_than_python_recurses_goes_like_others(place, dead, monkeypatch):
+    path = folder_of(place, dead, "gpufarm-child-1")
+    monkeypatch.chdir(path)
+    for _ in range(sys.getrecursionlimit() + 200):
+        os.mkdir("a")
+        os.chdir("a")
     assert sweep_folders([place], now=0.0) == [path] and not path.exists()
 
 

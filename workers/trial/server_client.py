@@ -19,16 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from conf.children.containment import descendants_of, line_of
 from conf.children.keeper import MEMORY, Ended, receive
 from conf.children.running import ChildServer, ServerLost
-from conf.files.identity import OWNER_FILE, identity
+from conf.files.own_folders import delete_folder, make_folder
 from conf.plain_text import OUTPUT_STARTS, safe_text
 from workers.devices import Slot
 from workers.devices.steadiness import TargetFollower
@@ -49,9 +47,7 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}  # real-time
 _READS_AFTER_EXIT = 64  # more than a socket buffers; beyond it, a surviving process of the trial is still writing
 _PROGRAM = "nvidia-cuda-mps-control"
 _PATIENCE_S = 20.0
-# Prefix of temporary folders, which `farm.queue.leftovers` deletes once their process is dead. Short, because the
-# folders hold sockets.
-FOLDER_PREFIX = "gpufarm-trial-mps-"
+_FOLDER_PREFIX = "gpufarm-trial-mps-"  # short, because the folder holds sockets
 
 
 class TrialServer(ChildServer):
@@ -80,27 +76,28 @@ class MpsDaemon:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it with `environment`, which names the GPU, added to this process's. Raises `MpsUnavailable`."""
-        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
-        home = Path(self._folder.name)
-        (home / OWNER_FILE).write_text(identity(os.getpid()))
-        self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(home / "log")}
+        self._folder = make_folder(_FOLDER_PREFIX)
+        self.environment = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self._folder / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._folder / "log"),
+        }
         for folder in self.environment.values():
             os.mkdir(folder)
         self._surroundings = {**os.environ, **environment, **self.environment}
         try:
             self._run(["-d"], "")
         except MpsUnavailable:
-            self._folder.cleanup()
+            delete_folder(self._folder)
             raise
 
     def close(self) -> None:
         """End the service and the processes under it."""
         with contextlib.suppress(MpsUnavailable):
             self._run([], "quit -t 1\n")
-        self._folder.cleanup()
+        delete_folder(self._folder)
 
     def _run(self, arguments: list[str], words: str) -> None:
-        output = Path(self._folder.name) / "control.log"  # a daemon would hold a pipe open
+        output = self._folder / "control.log"  # a daemon would hold a pipe open
         try:
             with open(output, "wb") as log:
                 completed = subprocess.run(
