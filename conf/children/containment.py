@@ -118,8 +118,6 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
     give_up = time.monotonic() + _END_S
     pause_s = _PAUSE_S
     while True:
-        if group is not None:
-            killed |= group.kill()  # all at once, so that a process that forks forever cannot escape
         remaining = 0
         for process in descendants_of(pid, spared):
             if _reap(process):
@@ -127,6 +125,8 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
             remaining += 1
             if kill(process):
                 killed.add(process)
+        if group is not None:
+            group.kill()  # all at once, so that a process that forks forever cannot escape
         if not remaining and (group is None or group.remove()):
             return len(killed), 0
         if time.monotonic() >= give_up:
@@ -197,15 +197,10 @@ class ControlGroup:
         with contextlib.suppress(OSError):  # the subreaper is still there
             (self.path / "cgroup.procs").write_text("0")
 
-    def kill(self) -> set[int]:
-        """Send SIGKILL to all processes inside; return their ids, without zombies."""
-        inside: set[int] = set()
+    def kill(self) -> None:
+        """Send SIGKILL to all processes inside, also in groups that they have made."""
         with contextlib.suppress(OSError):
-            for listed in (self.path / "cgroup.procs", *self.path.glob("**/cgroup.procs")):
-                inside |= set(map(int, listed.read_text().split()))
-            if inside:
-                (self.path / "cgroup.kill").write_text("1")
-        return inside
+            (self.path / "cgroup.kill").write_text("1")
 
     def remove(self) -> bool:
         """Remove the group; return False if it still holds a process."""
