@@ -11,8 +11,15 @@ Wire: the control socket and each child's line are SOCK_SEQPACKET, with a JSON o
   server -> caller   {"hello": VALUE}, once; or {"problem": TEXT}
   keeper -> caller   on the line: {"started": PID}, then the fields of `Ended`
 A word from the caller on the line, or the end of the line, ends the child. The line ends when the server has reaped the
-keeper. If a keeper is killed, the server ends the processes that became its children. If the server is killed, the
-keepers end their children. The end of the control socket ends everything.
+keeper. The end of the control socket ends everything.
+
+If one of them is killed, the others end what is below it:
+  child              the keeper: what the child started, by its control group if it has one
+  keeper             the kernel: the child (parent-death signal); the server: what the child started, now its children
+  server             each keeper, which looks at its parent: its child, and what that started
+  caller             the server, which looks at its parent, and each keeper, whose line ends: everything
+  keeper and server  the kernel: the child; what it started is left to the farm's next dispatcher, which reads
+                     environments (`farm.queue.leftovers`), or to the next keeper, if it is in a control group
 """
 
 from __future__ import annotations

@@ -62,9 +62,6 @@ class Attack:
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(SESSION_VARIABLE) in self.markers or process.pid == self.farm.process.pid:
                     tree[process.pid] = process
-        for process in list(tree.values()):  # those that have overwritten their environment
-            with contextlib.suppress(psutil.Error):
-                tree |= {child.pid: child for child in process.children(recursive=True)}
         return list(tree.values())
 
     def strike(self):
