@@ -228,7 +228,7 @@ def _begin_child(
     signal.set_wakeup_fd(-1)
     for ignored in (signal.SIGCHLD, *_ENDED_BY_OTHERS):
         signal.signal(ignored, signal.SIG_DFL)
-    os.setsid()  # a kill of the keeper's session or group must not reach the child
+    os.setsid()  # a signal to its own process group must not reach the keeper and the server
     die_with_parent(keeper)
     if group is not None:
         group.enter()
