@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conf.files.identity import alive, identity, version_of
-from conf.files.own_folders import open_own_file, own_folder
+from conf.files.own_folders import delete_folder, make_folder, open_own_file, own_folder
 
 
 def opened(path, private=True):
@@ -36,6 +36,15 @@ def test_a_file_is_own_if_it_is_plain_and_private_if_only_this_user_writes_to_it
                 open_own_file(folder, name, private=private)
         os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
     assert (place / "new").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_temporary_folder_that_its_child_has_closed_goes_with_what_is_in_it(place):
+    path = make_folder("gpufarm-child-", place)
+    (path / "inner").mkdir()
+    (path / "inner" / "file").touch()
+    (path / "inner").chmod(0)
+    path.chmod(0)
+    assert delete_folder(path) and not list(place.iterdir())
 
 
 NAMES_ITSELF = (
