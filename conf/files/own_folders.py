@@ -55,7 +55,7 @@ def delete_folder(path: Path) -> bool:
     with own_folder(path, private=False) as folder:
         if folder is None:
             return False
-        inside = f"/proc/self/fd/{folder}"  # which no link can redirect
+        inside = f"/proc/self/fd/{folder}"  # no link can redirect this, and only this user can put links inside
         owner = f"{inside}/{OWNER_FILE}"
         for entry in reversed(_entries_below(inside)):
             with contextlib.suppress(OSError):
