@@ -56,18 +56,25 @@ NOT_QUICK = re.compile(
 # And those that do so through what they call: a worker's trial server, an interpreter, a command, a library's models.
 ALSO_NOT_QUICK = {
     "test_benchmark.py",
+    "test_collocating.py",
     "test_compact.py",
     "test_compare.py",
     "test_devices.py",
+    "test_explorer.py",
     "test_families.py",
     "test_features.py",
     "test_full_disk.py",
     "test_groups.py",
     "test_hostile_arguments.py",
     "test_hostile_trials.py",
+    "test_model_check.py",
     "test_prepared.py",
     "test_profiling.py",
+    "test_readme.py",
     "test_script_launchers.py",
+    "test_slurm.py",
+    "test_submit.py",
+    "test_telemetry_nvml_gpm.py",
     "test_worker.py",
 }
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
