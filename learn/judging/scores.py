@@ -55,16 +55,16 @@ class ClassScores:
 
 def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
     """Score the class indices, (n,) int each, that rows belong to and are estimated to belong to; None without rows."""
-    from sklearn.metrics import precision_recall_fscore_support
-
     if not len(true):
         return None
     present, support = np.unique(true, return_counts=True)
-    _, recall, f1, _ = precision_recall_fscore_support(true, predicted, labels=present, zero_division=0.0)
+    estimated = predicted == present[:, None]  # (classes, n)
+    hits = (estimated & (true == predicted)).sum(axis=1)
+    recall = hits / support
     names = [labels[index] for index in present]
     return ClassScores(
         accuracy=float((true == predicted).mean()),
-        macro_f1=float(np.mean(f1)),
+        macro_f1=float(np.mean(2 * hits / (support + estimated.sum(axis=1)))),
         macro_recall=float(np.mean(recall)),
         recall=dict(zip(names, recall.tolist(), strict=True)),
         support=dict(zip(names, support.tolist(), strict=True)),
@@ -350,7 +350,7 @@ class Figures:
 
     @property
     def exact(self) -> list[Scored]:
-        """Those of them whose label is a figure."""
+        """The answered rows with a label, which those that ran out of memory lack."""
         return [row for row in self.answered if row.label is not None]
 
 
@@ -515,8 +515,8 @@ def judge(
 
 
 def signed_errors(rows: Sequence[Scored], constant: float | None, space: str) -> Iterator[tuple[Scored, float, float]]:
-    """Yield each answered ok row that has an error, its estimate + constant, and that - label: relative, for ratios
-    absolute."""
+    """Yield each answered ok row with its estimate, constant added, and the signed error of that. Errors are relative,
+    those of ratios absolute; a label of 0 has no relative one."""
     for row in rows:
         if row.label is not None and row.estimate is not None and (space == "ratio" or row.label > 0):
             estimate = row.estimate + (constant or 0.0)
