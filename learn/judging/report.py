@@ -205,10 +205,10 @@ Line = Sequence[tuple[float, float]]
 
 def plots_of(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Return the plots of one file's rows, each under its heading; those without anything to show are left out."""
-    answered = [figures for figures in done.by_file[file] if figures.answered]
+    answering = [figures for figures in done.by_file[file] if figures.answered]
     blocks: list[Block] = []
     for caption, draw in _PLOTS.items():
-        if drawn := draw(done, answered):
+        if drawn := draw(done, answering):
             blocks += [Heading(caption), *drawn]
     return tuple(blocks)
 
@@ -234,9 +234,9 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
     return Legend(colours), Drawn(plot.picture(f"{y_title} over {x_title}: {', '.join(curves)}"))
 
 
-def predicted(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def predicted(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
-    everything = [row for figures in answered for row in figures.rows]
+    everything = [row for figures in answering for row in figures.rows]
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
@@ -248,7 +248,7 @@ def predicted(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
-    for figures in answered:
+    for figures in answering:
         plot = Plot(axis, axis, _PANEL)
         plot.grid()
         plot.ticks_below(f"label{unit}")
@@ -277,11 +277,11 @@ def _draw_points(plot: Plot, css: str, rows: Sequence[Scored], card: float) -> N
         plot.path(f"{kind} {css}", "".join(places))
 
 
-def _heatmap(key: str, done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def _heatmap(key: str, done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
     cells = {
         figures.estimator: errors_by(operator.attrgetter(key), figures.rows, None, done.target.space)
-        for figures in answered
+        for figures in answering
     }
     groups, names = sorted(set().union(*cells.values())), list(cells)
     if not groups:
@@ -301,12 +301,12 @@ def _heatmap(key: str, done: Benchmark, answered: Sequence[Figures]) -> tuple[Bl
     return (Drawn(draw_grid(rows_text, names, cell, f"Median signed error by {key} and estimator")),)
 
 
-def _by_batch(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def _by_batch(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     curves: dict[str, Line] = {}
-    for figures in answered:
-        steps = errors_by(_batch_step, figures.rows, None, done.target.space)
-        if steps:
-            curves[figures.estimator] = [(batch, float(np.median(errors))) for batch, errors in steps.items()]
+    for figures in answering:
+        by_batch = errors_by(_power_of_two, figures.rows, None, done.target.space)
+        if by_batch:
+            curves[figures.estimator] = [(batch, float(np.median(errors))) for batch, errors in by_batch.items()]
     points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
     batches = sorted({batch for batch, _ in points})
     x_axis = Axis(batches[0], max(2 * batches[0], batches[-1]), tuple(batches), is_log=True)
@@ -316,20 +316,23 @@ def _by_batch(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]
     return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.error_kind} error, median")
 
 
-def _batch_step(row: Scored) -> int:
-    return 1 << (max(row.batch_size, 1).bit_length() - 1)
+def _power_of_two(row: Scored) -> int:
+    """Return the highest one up to the batch size."""
+    return int(2 ** math.floor(math.log2(max(row.batch_size, 1))))
 
 
-def confusion(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def confusion(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw how many rows of each class were estimated to be in which, coloured by the share of the class; a panel an
     estimator. Nothing where there are more classes than can be read."""
-    pairs = [estimated_classes(figures.answered, "published", figures.bins["published"]) for figures in answered]
-    present = np.unique(np.concatenate(pairs, axis=None)) if pairs else np.empty(0)
-    if not pairs or len(present) > _CLASSES:
+    if not answering:
         return ()
-    labels = [answered[0].bins["published"].labels[k] for k in present]
+    pairs = [estimated_classes(figures.answered, "published", figures.bins["published"]) for figures in answering]
+    present = np.unique(np.concatenate(pairs, axis=None))
+    if len(present) > _CLASSES:
+        return ()
+    labels = [answering[0].bins["published"].labels[k] for k in present]
     charts = []
-    for figures, (true, estimated) in zip(answered, pairs, strict=True):
+    for figures, (true, estimated) in zip(answering, pairs, strict=True):
         counts = np.array([[((true == t) & (estimated == p)).sum() for p in present] for t in present])
         name = figures.estimator
         accuracy = f"accuracy {figures.classes['published'].accuracy:.0%}"
@@ -346,10 +349,10 @@ def _confusion_cell(counts: np.ndarray, labels: Sequence[str], i: int, k: int) -
     return GridCell(f"h{level}", title, f"{count}" if count else "", ink="over" if level >= DARK_SHADE else "on")
 
 
-def _reliable(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def _reliable(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     curves: dict[str, Line] = {
         figures.estimator: list(zip(RELIABILITY, figures.reliability.values(), strict=True))
-        for figures in answered
+        for figures in answering
         if figures.reliability
     }
     if curves:
@@ -357,10 +360,10 @@ def _reliable(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]
     return _lines(curves, _SHARES, _SHARES, "predicted quantile", "share of labels under it")
 
 
-def tightness(done: Benchmark, answered: Sequence[Figures]) -> tuple[Block, ...]:
+def tightness(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
     curves: dict[str, Line] = {}
-    for figures in answered if done.relative else ():
+    for figures in answering if done.relative else ():
         ok = figures.exact
         if not ok:
             continue
