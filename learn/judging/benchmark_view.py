@@ -76,7 +76,7 @@ def print_figures(target: str, figures: Sequence[Figures]) -> None:
 
 @dataclass(frozen=True)
 class FigureTable:
-    """A table for the terminal, a page and JSON. A row is column -> value; `_cell_text` has the kinds of values."""
+    """A table for the terminal, a page and JSON. A row is column -> value, which `_cell_text` formats."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
@@ -211,18 +211,19 @@ def _groups_table(done: Benchmark, file: str, by: str) -> FigureTable:
     }
     rows = []
     for group in sorted(set().union(*errors.values())):
-        sizes = {name: np.abs(of.get(group, np.empty(0))) for name, of in errors.items()}
+        absolute = {name: np.abs(of.get(group, np.empty(0))) for name, of in errors.items()}
         texts = {
-            name: f"{error_text(done.relative, median(size))} / {error_text(done.relative, p90(size))}"
-            for name, size in sizes.items()
+            name: f"{error_text(done.relative, median(of_group))} / {error_text(done.relative, p90(of_group))}"
+            for name, of_group in absolute.items()
         }
-        rows.append({"group": group, "n": f"{max(map(len, sizes.values()))}", **texts})
+        rows.append({"group": group, "n": f"{max(map(len, absolute.values()))}", **texts})
     return FigureTable(f"{file} by {by}: median / p90 error, constant added", rows)
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> FigureTable:
     """Return the ok rows that one estimator is furthest off, the furthest first."""
     errors = signed_errors(figures.rows, figures.constant, done.target.space)
+    worst = sorted(errors, key=lambda row_and_error: abs(row_and_error[-1]), reverse=True)[:n]
     rows = [
         {
             "row": row.name,
@@ -232,7 +233,7 @@ def _worst_table(done: Benchmark, figures: Figures, n: int) -> FigureTable:
             "error": f"{error:+.1%}" if done.relative else f"{error:+.4f}",
             "in doubt": row.doubt or "",
         }
-        for row, estimate, error in sorted(errors, key=lambda triple: -abs(triple[-1]))[:n]
+        for row, estimate, error in worst
     ]
     return FigureTable(f"{figures.file}, {figures.estimator}: furthest off, constant added", rows)
 
@@ -254,10 +255,10 @@ def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str,
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
             status = "oom" if row.label is None else "ok"
             of_row = {"file": figures.file, "row": row.name, **about, "status": status, "doubt": row.doubt}
-            answers = rows.setdefault((figures.file, row.name), of_row).setdefault("answers", {})
+            answers = rows.setdefault((figures.file, row.name), {**of_row, "answers": {}})["answers"]
             answer = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
             answers[figures.estimator] = answer
-    apart = ("rows", "bins")
+    apart = ("rows", "bins")  # which stand beside the figures
     return {
         "target": done.target.name,
         "unit": done.target.unit,
@@ -437,15 +438,21 @@ def _accuracies(judged: Judged, kinds: Sequence[tuple[str, str]]) -> list[Mappin
 
 def _models(judged: Judged) -> FigureTable:
     """Return signed relative errors, and their means and medians without sign, of models that are never fitted on."""
+    of_models = [
+        figures
+        for (target, families), of_rows in judged.items()
+        for figures in of_rows
+        if target == "memory" and families.isdisjoint(FAMILIES) and figures.answered
+    ]
     labels: dict[str, float | None] = {}
-    errors: dict[str, dict[str, _Signed | None]] = defaultdict(dict)
-    for (target, families), of_target in judged.items():
-        for figures in of_target if target == "memory" and families.isdisjoint(FAMILIES) else ():
-            for row in figures.rows if figures.answered else ():
-                name = row.name.partition(" ")[2]
-                labels.setdefault(name, row.label)
-                error = _Signed(row.estimate / row.label - 1) if row.estimate and row.label else None
-                errors[figures.estimator][name] = error
+    errors: dict[str, dict[str, _Signed]] = {}
+    for figures in of_models:
+        of_estimator = errors.setdefault(figures.estimator, {})
+        for row in figures.rows:
+            name = row.name.partition(" ")[2]
+            labels.setdefault(name, row.label)
+            if row.estimate and row.label:
+                of_estimator[name] = _Signed(row.estimate / row.label - 1)
     rows: list[dict[str, Any]] = [
         {
             "model": name,
@@ -455,8 +462,7 @@ def _models(judged: Judged) -> FigureTable:
         for name, label in labels.items()
     ]
     for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
-        known = {name: [error for error in of.values() if error is not None] for name, of in errors.items()}
-        of_all = {estimator: summary(np.abs(of_models)) for estimator, of_models in known.items()}
+        of_all = {estimator: summary(np.abs(list(by_model.values()))) for estimator, by_model in errors.items()}
         rows.append({"model": title, "actual [MiB]": None, **of_all})
     return FigureTable("Relative error of well-known models, which nothing is fitted on", rows)
 
