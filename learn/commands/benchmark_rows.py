@@ -153,15 +153,14 @@ class BenchmarkSettings(Checked):
     trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
-        of_slowdowns = self.target == SLOWDOWN  # which takes few of the keys
-        if of_slowdowns:
+        if self.target == SLOWDOWN:  # it takes few of the keys
             yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+            yield from self._problems_of_by(SLOWDOWN_GROUPINGS)
         else:
             yield from self._problems_of_published()
-        groupings = SLOWDOWN_GROUPINGS if of_slowdowns else GROUPINGS
-        if self.by not in (None, *groupings):
-            yield str(unknown_name("by", self.by, groupings))
-        if not of_slowdowns:
+            yield from self._problems_of_by(GROUPINGS)
+            if self.split == "leave_one_out" and self.by is None:
+                yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
             yield from self._problems_of_estimators()
         for name in ("out", "report"):  # the files to write: now, not after an hour
             if (path := getattr(self, name)) is not None:
@@ -180,6 +179,10 @@ class BenchmarkSettings(Checked):
             if name not in ONLY_IF_NAMED
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )
+
+    def _problems_of_by(self, groupings: Sequence[str]) -> Iterator[str]:
+        if self.by not in (None, *groupings):
+            yield str(unknown_name("by", self.by, groupings))
 
     def _problems_of_published(self) -> Iterator[str]:
         if self.published is None:
@@ -202,8 +205,6 @@ class BenchmarkSettings(Checked):
             yield "source= is for the warehouse's runs, and published= was given"
 
     def _problems_of_estimators(self) -> Iterator[str]:
-        if self.split == "leave_one_out" and self.by is None:
-            yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
         formulas = STEP_FORMULAS if self.target == "step_time" and self.published is None else ()
         for name in self.estimators or ():
             if name not in (*ESTIMATORS, *formulas):
@@ -545,7 +546,8 @@ def ask_learned(
     steps: StepStore,
 ) -> Asked:
     """Fit an estimator on the inside of each part and ask it the rows outside. A part that nothing can be fitted to is
-    refused whole. `bins`: file -> those that it gives classes for; without, a row's class is that of its estimate."""
+    refused whole. The estimator gives classes for the `bins` of a row's file; without any, the class of a row is that
+    of its estimate."""
     answers: dict[int, Given] = {}
     fit_seconds: list[float] = []
     latency: dict[str, float | None] = {}

@@ -151,9 +151,10 @@ def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -
         seconds.append((time.monotonic_ns() - began) / 1e9)
         tally.step()  # its answers take no time: a step is a fit
         for place in part.outside.tolist():
-            answers[place] = Given(estimate=None, reason="the rows that it learned from do not cover this one")
             if math.isfinite(ratios[place]):
                 answers[place] = Given(estimate=fit.rows[place].measured_ms * math.exp(ratios[place]))
+            else:
+                answers[place] = Given(estimate=None, reason="the rows that it learned from do not cover this one")
     if name == AS_IT_COMES:
         return Asked(answers=answers)
     return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)))
