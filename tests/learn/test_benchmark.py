@@ -113,7 +113,7 @@ def test_a_ctrl_c_ends_the_processes_that_rows_are_asked_in(tmp_path):
 def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
-    write(folder / "some.csv", [(1, 200, OK), (2, 300, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
+    write(folder / "some.csv", [(1, 200, OK), (2, 400, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
     files = (f"{key}={json.dumps(str(path))}" for key, path in (("published", folder), ("out", out), ("report", page)))
@@ -121,8 +121,10 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB",
         "2/3 + 1/1 oom",
-        "+100",
+        "+150",
         "mlp/pyramid",
+        "12.5% / 12.5%",
+        "+25.0%",
         "furthest off",
         "no answer for 1: three is a crowd",
         "other.csv has no known header",
@@ -130,13 +132,14 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
         "95% to 98%",
     ):
         assert text in out_text, text
-    assert code == 0 and "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in err
+    assert code == 0 and "some, hundreds: answered 2/3 + 1/1 oom, median 50.0%, p90 50.0%, accuracy 100.0%" in err
     report = json.loads(out.read_text())
-    assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
+    assert report["figures"][0]["constant"] == 150 and report["settings"]["estimators"] == ["hundreds"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
     assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
     text = page.read_text()
     assert text.count("<svg") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
+    assert "2 rows of 0-1 GB were estimated to be in 0-1 GB" in text
     assert "http://" not in text and "https://" not in text and "<script" not in text
 
 
