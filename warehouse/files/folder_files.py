@@ -42,7 +42,8 @@ _PATHS = 16 * _PINNED  # file names to remember for such queries
 _VIEWS_OF_A_QUERY = 32  # views to remember; older ones almost always belong to a finished query
 _ATTEMPTS = 100  # attempts to list files that all exist until they are opened
 _NO_ROWS = "no-rows.parquet"
-_PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
+_ALTERED = "altered/"  # above a file that is served without some of its runs
+_PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/({_ALTERED})?((?:family=[^/]+/)?[^/]+\.parquet)")
 
 
 class FolderFiles(AbstractFileSystem):
@@ -64,7 +65,6 @@ class FolderFiles(AbstractFileSystem):
         self._plans = 0
         self._pinned: OrderedDict[str, _SharedFile] = OrderedDict()  # DuckDB's path -> its content
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
-        self._altered: set[str] = set()  # DuckDB's paths whose content differed from their files
         self._damaged: dict[str, tuple[int, ...]] = {}
         self._intact: dict[str, tuple[int, ...]] = {}  # verified page by page
         # Counts: several cursors may run, and each compares the values before and after its query.
@@ -119,13 +119,13 @@ class FolderFiles(AbstractFileSystem):
             pinned = self._pinned.get(path)
             if pinned is not None:
                 return _OpenFile(pinned)
-        kind, _, name = self._place(path)
+        kind, _, altered, name = self._parts(path)
         if name == _NO_ROWS:
             return _OpenFile(_SharedFile(_empty_file(kind)))
         real = self._folder.root / kind / name
         self.opened.add(real)
         try:
-            if path in self._altered:
+            if altered:
                 raise FileNotFoundError(errno.ENOENT, "the query has to be planned again", path)
             return _OpenFile(self._shared_file(real, _descriptors() // 2) or _NamedFile(real, self))
         except OSError as error:
@@ -184,9 +184,10 @@ class FolderFiles(AbstractFileSystem):
             counting: list[tuple[str, frozenset[str]]] = []
             is_pinned = True
             try:
-                counting += self._counting(kind)
+                counting = list(self._counting(kind))
                 for name, doubled in counting:
-                    paths.append(plan + name)
+                    path = plan + _ALTERED + name if doubled else plan + name
+                    paths.append(path)
                     real = self._folder.root / kind / name
                     if len(contents) >= most and not doubled:
                         is_pinned = False
@@ -196,12 +197,12 @@ class FolderFiles(AbstractFileSystem):
                     if content is None:
                         is_pinned = False
                     else:
-                        contents[plan + name] = content
+                        contents[path] = content
             except FileNotFoundError:  # merged and deleted since the folder was listed: list it again
                 continue
             except (pa.ArrowException, OSError, ValueError) as error:
                 self.opened.update(self._folder.root / kind / name for name, _ in counting)
-                if is_out_of_descriptors(error) or not self.leave_out_damaged():
+                if not counting or is_out_of_descriptors(error) or not self.leave_out_damaged():
                     raise
                 continue  # the files that they hide may exist
             with self._lock:
@@ -215,11 +216,9 @@ class FolderFiles(AbstractFileSystem):
         )
 
     def _drop_oldest(self) -> None:
-        path, content = self._pinned.popitem(last=False)
-        if not content.identity:
-            self._altered.add(path)
-        _, plan, _ = self._place(path)
-        self.unpinned += plan > self._plans - _VIEWS_OF_A_QUERY
+        path, _ = self._pinned.popitem(last=False)
+        _, plan, _, _ = self._parts(path)
+        self.unpinned += int(plan) > self._plans - _VIEWS_OF_A_QUERY
 
     def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
         """Return the file, opened once for all queries; None if that would take more than `most` descriptors."""
@@ -258,12 +257,12 @@ class FolderFiles(AbstractFileSystem):
         known = self._damaged.get(str(path))
         return known is not None and known == identity(path)
 
-    def _place(self, path: str) -> tuple[str, int, str]:
-        """Return (kind, number of the plan, name below the kind) of a file of an earlier answer."""
+    def _parts(self, path: str) -> tuple[str, str, str | None, str]:
+        """Return (kind, number of the plan, `_ALTERED` or None, name below the kind) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
         if match is None or match[1] not in TABLES:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return match[1], int(match[2]), match[3]
+        return match[1], match[2], match[3], match[4]
 
 
 class _SharedFile:
