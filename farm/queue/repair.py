@@ -119,7 +119,8 @@ def _repair_merged(
     if not path.exists():
         with contextlib.suppress(OSError):  # not a plain file, or unreadable
             recovered = recover_listing(path, file.path)
-            if recovered is not None:  # an intact merged file whose rows are nowhere else: its listing was lost
+            # An intact merged file whose rows are nowhere else: its listing was lost.
+            if recovered is not None and recovered.checksum is not None:
                 write_anew(folder, dataclasses.replace(recovered, published_at_s=time.time()))
                 report.mended.append(f"{file.path}: {file.reason}; it is listed again")
                 return

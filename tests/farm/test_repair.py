@@ -115,6 +115,7 @@ def plant(folder):
     """A merged file without rows whose listing hides every run."""
     planted = folder.partition("runs", "mlp") / "merged-planted.parquet"
     write_sealed(RUN_SCHEMA.empty_table(), planted)
+    os.utime(planted, (0, 0))
     hidden = [path.name for path in planted.parent.iterdir() if path != planted]
     names = [f"family=mlp/{name}" for name in (planted.name, *hidden)]
     Listing(listing_file(folder, "runs", planted.name), names[0], tuple(names[1:]), 1.0).write()
@@ -136,7 +137,7 @@ DAMAGES = {
     "a listing of runs": ((0, 2), lambda folder: tear_the_listing(folder, "runs"), 0, ["rewritten"], []),
     "a listing of samples": ((0, 2), lambda folder: tear_the_listing(folder, "telemetry"), 0, ["rewritten"], []),
     "a listing and its merged file": ((0, 2), ruin, 4, [], range(N)),
-    "a planted listing": ((0,), plant, 1, [], []),
+    "a planted listing": ((0,), plant, 2, [], []),
     "no listing of runs": ((0, 2), lose_the_listing, 0, ["listed again"], []),
     "a job's file": ((), flip_a_job_file, 1, [], []),
 }

@@ -11,9 +11,10 @@ from warehouse_rows import ask, ask_plainly, compact_at, fill, flip, only_merged
 
 from conf.errors import EnvironmentProblem
 from tests.surroundings import run_command
-from warehouse.files.compaction import compact
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_files, read_catalogue
 from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
+from warehouse.files.integrity import examine
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
@@ -91,7 +92,8 @@ def test_a_merged_file_that_is_gone_is_named_its_listing_stays_and_no_snapshot_i
     assert [line for line in report.problems if str(path) in line and "4 rows are missing" in line] == report.problems
     (lost,) = read_catalogue(folder, "runs").gone
     assert lost.file.exists()
-    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 4 rows are missing"):
+    only_merged(folder, "telemetry").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 4 rows are missing.*; .*/telemetry/.* is gone"):
         take_snapshot(folder)
     assert list(folder.snapshots.iterdir()) == []
 
@@ -132,22 +134,35 @@ def test_a_planted_merged_file_neither_hides_nor_deletes_runs(folder, name, seal
     assert path.exists()
 
 
+def test_an_unlisted_merged_file_without_a_checksum_is_kept_though_its_runs_are_elsewhere(folder):
+    fill(folder, range(3))
+    path = planted_merge(folder, [0], [], sealed=False)
+    assert any(str(path) in line for line in compact_at(folder, 30).problems) and path.exists()
+
+
 @pytest.mark.usefixtures("views_file")
 def test_a_planted_listing_hides_runs_until_the_next_compaction_and_deletes_none(folder):
     fill(folder, range(3))
     fill(folder, [9], family="mlp")
     path = planted_merge(folder, [0], ids(range(3)))
-    elsewhere = ("family=mlp/J-000009.parquet", "family=../../x", "family=cnn/../family=mlp/J-000009.parquet")
+    note = path.parent / "J-000000.txt"
+    note.touch()
+    elsewhere = (
+        "family=mlp/J-000009.parquet",
+        "family=../../x",
+        "family=cnn/../family=mlp/J-000009.parquet",
+        f"family=cnn/{note.name}",
+    )
     hidden = (*(f"family=cnn/{run_id}.parquet" for run_id in ids(range(3))), *elsewhere)
     listing = Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", hidden, 0.0)
     listing.write()
-    assert run_ids(folder) == ids([0, 9])
-    assert any("hides 2 files" in line for line in compact_at(folder, 0).problems)
+    assert run_ids(folder) == ids([0, 9]) and not examine(folder).is_well
+    assert any("hides 6 files" in line for line in compact_at(folder, 0).problems)
     assert not set(elsewhere) & set(Listing.read(listing.file).hidden)
     plainly = [run_id for (run_id,) in ask_plainly(folder, "SELECT run_id FROM runs ORDER BY 1")]
     assert run_ids(folder) == plainly == ids([0, 1, 2, 9])
     compact_at(folder, 30, 60)
-    assert run_ids(folder) == ids([0, 1, 2, 9])
+    assert run_ids(folder) == ids([0, 1, 2, 9]) and note.exists()
 
 
 def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):
@@ -224,8 +239,9 @@ def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
     if not fill_runs.exists():
         write_sealed(RUN_SCHEMA.empty_table(), fill_runs)
     (partition / "J-000008.parquet").symlink_to("nowhere")
-    report = compact_at(folder, 0)
-    assert any("J-000009.parquet" in line for line in report.problems)
+    for settings in (CompactionSettings(), CompactionSettings(min_files=2)):
+        report = compact_at(folder, 0, settings=settings)
+        assert any("J-000009.parquet" in line for line in report.problems)
     assert any("merged-" in line for line in report.problems)
     assert run_ids(folder) == ids(range(4))
     compact_at(folder, 30)

@@ -20,6 +20,7 @@ from warehouse_rows import (
     findings_of,
     flip,
     killed_children,
+    only_merged,
     run_row,
     samples,
 )
@@ -111,6 +112,14 @@ def test_a_copied_snapshot_whose_listing_is_damaged_is_an_error(copy, harm):
         rows(copy)
     assert any(str(path) in line for line in compact_at(copy, 0).problems)
     assert any(str(path) in line for line in examine(copy).lines(copy.root)) and path.exists()
+
+
+def test_a_copied_snapshot_that_has_lost_a_merged_file_says_so_also_after_compaction(copy):
+    only_merged(copy).unlink()
+    for _ in range(2):
+        assert any("is gone, though" in line for line in compact_at(copy, 0).problems)
+        with pytest.raises(EnvironmentProblem, match="is gone, though"):
+            rows(copy)
 
 
 def test_a_reader_beside_the_first_compaction_of_a_copied_snapshot_finds_all_rows(full, copy, monkeypatch):

@@ -259,15 +259,14 @@ def _merge_groups(
         waiting |= set(run_ids) - landed - {name.removesuffix(".parquet") for name in names_in(runs)}
     merged_ids: set[str] = set()
     for path in counting:
-        try:
-            size = os.lstat(path).st_size
-        except FileNotFoundError:
-            continue
-        if size > target_bytes / 2 or path in report.left or path.stem in waiting:
+        if path in report.left or path.stem in waiting:
             continue
         try:
+            size = os.stat(plain(path)).st_size
+            if size > target_bytes / 2:
+                continue
             if is_merged_name(path.name):
-                if pq.read_metadata(plain(path)).num_rows > settings.target_rows / 2:
+                if pq.read_metadata(path).num_rows > settings.target_rows / 2:
                     continue
                 ids = run_ids_of(path)
                 if merged_ids & ids:

@@ -34,6 +34,7 @@ from warehouse.files.merged import (
     DamagedListing,
     Listing,
     group_ids,
+    has_own_name,
     held_ids,
     holders,
     id_ranges,
@@ -83,11 +84,14 @@ class Catalogue:
             if name.endswith(".parquet") and not is_merged_name(name) and prefix + name not in self.hidden
         ]
 
-    def refuse_losses(self) -> None:
-        """Raise `EnvironmentProblem` that names each lost merged file or listing: without it, counts are too low."""
-        lines = [*map(lost_line, self.gone), *self.lost]
-        if lines:
-            raise EnvironmentProblem("; ".join(lines))
+
+def refuse_losses(catalogues: Iterable[Catalogue]) -> None:
+    """Raise `EnvironmentProblem` that names each lost merged file and listing: without these, counts are too low."""
+    lines: list[str] = []
+    for catalogue in catalogues:
+        lines += [*map(lost_line, catalogue.gone), *catalogue.lost]
+    if lines:
+        raise EnvironmentProblem("; ".join(lines))
 
 
 def lost_line(listing: Listing) -> str:
@@ -231,7 +235,7 @@ def counting_plan(
         return left_out(path) or is_damaged_merged(path)
 
     catalogue = read_catalogue(folder, kind, is_left_out)
-    catalogue.refuse_losses()
+    refuse_losses([catalogue])
     root = folder.root / kind
     places = [root / name for name in names_in(root) if name.startswith(PARTITION) and not name.startswith(_NO_FAMILY)]
     unmerged = [catalogue.unmerged_names(partition) for partition in places]
@@ -334,7 +338,7 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
     `FileNotFoundError` for a missing one.
     """
-    unproven = Unproven()
+    unproven = Unproven(dict.fromkeys(listing.foreign, "it is not a Parquet file of the same family"))
     if not listing.hidden:
         return unproven
     holder, held = _proof(listing, listings)
@@ -411,7 +415,7 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
                 f"does not hold, as {example} ({why}); they count again"
             )
             hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
-            listing = dataclasses.replace(listing, hidden=hidden_now)
+            listing = dataclasses.replace(listing, hidden=hidden_now, foreign=())
             listing.write()
         settled.append(listing)
     return settled
@@ -437,12 +441,13 @@ def unlisted_files(
     listed = {listing.path for listing in listings}
     for path in paths:
         listing = listing_file(folder, kind, path.name)
-        if path in listed or listing.exists():
+        if path in listed or (has_own_name(path) and listing.exists()):
             continue
         try:
             if now_s - path.stat().st_mtime <= young_s:
                 continue
-            if recover_listing(listing, path) is None:
+            recovered = recover_listing(listing, path)
+            if recovered is None or recovered.checksum is None:  # a user may have written it
                 yield path, "no compaction wrote it, and no listing names it"
                 continue
             missing = _unheld_ids(folder, kind, family, run_ids_of(path), listings)

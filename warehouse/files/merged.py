@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,7 +60,8 @@ class Listing:
     published_at_s: float  # seconds since the epoch
     checksum: str | None = None  # the merged file's; None in listings of older versions
     rows: int | None = None  # the merged file's
-    is_whole: bool = True  # `file` says the same; else it was read from the merged file or a snapshot's listing
+    foreign: tuple[str, ...] = ()  # other names, which it hides from plain DuckDB clients until `write` drops them
+    is_whole: bool = field(default=True, compare=False)  # read from `file`; else from the merged file or a snapshot's
 
     @functools.cached_property
     def path(self) -> Path:
@@ -89,7 +90,7 @@ class Listing:
                 published_at_s=float(metadata[_PUBLISHED_AT]),
                 checksum=metadata[_CHECKSUM].decode() if _CHECKSUM in metadata else None,
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
-                is_whole=len(hidden) == len(named),
+                foreign=tuple(sorted(set(named).difference(hidden))),
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"it is not a listing: {first_line(error)}") from error
@@ -112,8 +113,9 @@ class Listing:
 
 
 def _in_partition_of(merged: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in a merged file's partition: it replaces no others, whatever it or its listing claims."""
-    return tuple(name for name in names if os.path.dirname(name) == os.path.dirname(merged))
+    """Return the Parquet files in a merged file's partition: it replaces no others, whatever it or its listing says."""
+    partition = os.path.dirname(merged)
+    return tuple(name for name in names if os.path.dirname(name) == partition and name.endswith(".parquet"))
 
 
 def new_merged_name() -> str:

@@ -26,7 +26,14 @@ from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import Catalogue, counting_files, read_catalogue, run_ids_of, settle_listings
+from warehouse.files.counting import (
+    Catalogue,
+    counting_files,
+    read_catalogue,
+    refuse_losses,
+    run_ids_of,
+    settle_listings,
+)
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
@@ -192,8 +199,7 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     Runs are linked first: their samples and kernels landed before them, so every linked run has them. Samples without
     a run belong to a run that is landing or was lost, and are left out.
     """
-    for kind in KINDS:
-        read_catalogue(folder, kind).refuse_losses()
+    refuse_losses(read_catalogue(folder, kind) for kind in KINDS)
     mended = CompactionReport()  # with the lock held; a listing stops hiding runs that its merged file lacks
     settled = {kind: settle_listings(folder, kind, mended) for kind in KINDS}
     damaged: list[DamagedFile] = []
