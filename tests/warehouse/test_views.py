@@ -50,6 +50,12 @@ def test_an_empty_warehouse_has_every_column_and_no_row(folder):
             assert relation.fetchall() == []
 
 
+def test_a_folder_named_as_merged_files_are_shows_its_runs_to_any_client(tmp_path):
+    folder = DataFolder(tmp_path / "merged-data").create()
+    fill(folder, range(2))
+    assert ask_plainly(folder, "SELECT count(*) FROM runs") == [(2,)]
+
+
 def test_types_are_those_of_the_schema_and_times_are_utc_without_zone(connection):
     types = dict(zip(*(lambda r: (r.columns, map(str, r.types)))(connection.sql("SELECT * FROM runs")), strict=True))
     assert (types["family"], types["task_index"], types["smact"]) == ("VARCHAR", "BIGINT", "DOUBLE")

@@ -422,9 +422,9 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
 
 
 def write_anew(folder: DataFolder, listing: Listing) -> None:
-    """Write a listing over any file of its name. A folder of that name is set aside."""
-    if listing.file.is_dir():
-        set_aside(folder, listing.file, "it is a folder, not a listing")
+    """Write a listing over any file of its name. A folder or link of that name is set aside."""
+    if listing.file.is_dir() or listing.file.is_symlink():
+        set_aside(folder, listing.file, "it is a folder or a link, not a listing")
     listing.write()
 
 

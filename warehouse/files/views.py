@@ -162,7 +162,7 @@ def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
             GROUP BY ALL
         ) AS listed
         RIGHT JOIN ({with_every_column(schema, files)}) AS file ON listed.path = file.filename
-        WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
+        WHERE CASE WHEN listed.path IS NULL THEN NOT starts_with(parse_filename(file.filename), '{MERGED_PREFIX}')
                    ELSE NOT listed.hidden END"""
 
 
