@@ -55,39 +55,44 @@ def delete_folder(path: Path) -> bool:
     with own_folder(path, private=False) as folder:
         if folder is None:
             return False
-        inside = f"/proc/self/fd/{folder}"  # no link can redirect this, and only this user can put links inside
-        owner = f"{inside}/{OWNER_FILE}"
-        for entry in reversed(_entries_below(inside)):
-            with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    os.rmdir(entry)
-                elif entry.path != owner:
-                    os.unlink(entry)
+        inside = f"/proc/self/fd/{folder}"  # no link can redirect this
         with contextlib.suppress(OSError):
+            os.chmod(inside, 0o700)  # from now on only this user can put links there
+            _empty(inside)
             if os.listdir(inside) == [OWNER_FILE]:
-                os.unlink(owner)
+                os.unlink(f"{inside}/{OWNER_FILE}")
             os.rmdir(path)  # a folder put in its place would stay unless it is empty
             return True
     return False
 
 
-def _entries_below(folder: str) -> list[os.DirEntry[str]]:
-    """Return everything in a folder, each after the folder that holds it, and make all folders writable.
+def _empty(top: str) -> None:
+    """Delete everything in a folder except its owner file.
 
-    Unlike `os.walk` and `shutil.rmtree` it neither recurses nor holds a descriptor per level: a child may nest folders
-    deeply.
+    Each folder inside is moved to the top before it is emptied. A child may nest folders too deeply for recursion, for
+    a descriptor per level, and for the kernel's limit on paths.
     """
-    entries: list[os.DirEntry[str]] = []
-    folders = [folder]
+    folders = _delete_files(top, top)
     while folders:
-        inside = folders.pop()
+        folder = folders.pop()
         with contextlib.suppress(OSError):
-            os.chmod(inside, 0o700)
-            for entry in os.scandir(inside):
-                entries.append(entry)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-    return entries
+            folders += _delete_files(folder, top)
+            os.rmdir(folder)
+
+
+def _delete_files(folder: str, top: str) -> list[str]:
+    """Delete a folder's files, except the owner file, and move its folders to `top`; return their new paths."""
+    moved = []
+    for entry in list(os.scandir(folder)):  # listed first: a renamed entry may be listed again
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry, 0o700)  # else it can be neither moved nor read
+                path = f"{top}/{os.urandom(6).hex()}"
+                os.rename(entry, path)
+                moved.append(path)
+            elif entry.path != f"{top}/{OWNER_FILE}":
+                os.unlink(entry)
+    return moved
 
 
 @contextlib.contextmanager

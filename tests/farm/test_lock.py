@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -162,9 +163,9 @@ def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(plac
     (path / "session").mkdir()
     rmdir = os.rmdir
 
-    def late(name):
-        (path / "session" / "agent.log").write_text("ending")
-        rmdir(name)
+    def late(folder):
+        (Path(folder) / "agent.log").write_text("ending")
+        rmdir(folder)
 
     with monkeypatch.context() as patch:
         patch.setattr("os.rmdir", late)
@@ -172,12 +173,14 @@ def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(plac
     assert sweep_folders([place], now=0.0) == [path] and not path.exists()
 
 
-def test_a_folder_that_nests_more_deeply_than_python_recurses_goes_like_others(place, dead, monkeypatch):
+def test_a_folder_that_nests_more_deeply_than_python_recurses_and_paths_reach_goes_like_others(
+    place, dead, monkeypatch
+):
     path = folder_of(place, dead, "gpufarm-child-1")
     monkeypatch.chdir(path)
     for _ in range(sys.getrecursionlimit() + 200):
-        os.mkdir("a")
-        os.chdir("a")
+        os.mkdir(9 * "a")  # in all, some 12,000 bytes; the kernel takes paths of 4096
+        os.chdir(9 * "a")
     assert sweep_folders([place], now=0.0) == [path] and not path.exists()
 
 
