@@ -117,7 +117,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
     files = (f"{key}={json.dumps(str(path))}" for key, path in (("published", folder), ("out", out), ("report", page)))
-    code, out_text, err = outcome("benchmark", *files, "estimators=[hundreds]", "workers=0", "by=module", "worst=1")
+    code, out_text, err = outcome("benchmark", *files, "estimators=[hundreds,llmem]", "workers=0", "by=module", "worst=1")
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB",
         "2/3 + 1/1 oom",
@@ -134,12 +134,12 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
         assert text in out_text, text
     assert code == 0 and "some, hundreds: answered 2/3 + 1/1 oom, median 50.0%, p90 50.0%, accuracy 100.0%" in err
     report = json.loads(out.read_text())
-    assert report["figures"][0]["constant"] == 150 and report["settings"]["estimators"] == ["hundreds"]
+    assert report["figures"][0]["constant"] == 150 and report["settings"]["estimators"] == ["hundreds", "llmem"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
     assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
     text = page.read_text()
     assert text.count("<svg") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
-    assert "2 rows of 0-1 GB were estimated to be in 0-1 GB" in text
+    assert "2 rows of 0-1 GB were estimated to be in 0-1 GB" in text  # of the estimator that answers
     assert "http://" not in text and "https://" not in text and "<script" not in text
 
 
@@ -267,6 +267,7 @@ def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, outco
     assert levels["mlp", "drama"]["theirs"][0]["low"] == 0.88
 
     models = {row["model"]: row for row in tables["models"]}
+    assert [row["actual [MiB]"] for row in models.values()] == [1000, 2000, None, None]
     errors = {title: row["horus (published)"] for title, row in models.items()}
     assert errors == {"lenet batch 2": 0.5, "lenet batch 4": -0.5, "mean error": 0.5, "median error": 0.5}
     assert {row["estimator"] for row in tables["latency"]} >= {"lightgbm", "hundreds", "xMem (published)"}
