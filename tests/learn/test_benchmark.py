@@ -117,7 +117,9 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
     files = (f"{key}={json.dumps(str(path))}" for key, path in (("published", folder), ("out", out), ("report", page)))
-    code, out_text, err = outcome("benchmark", *files, "estimators=[hundreds,llmem]", "workers=0", "by=module", "worst=1")
+    code, out_text, err = outcome(
+        "benchmark", *files, "estimators=[hundreds,llmem]", "workers=0", "by=module", "worst=1"
+    )
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB",
         "2/3 + 1/1 oom",
@@ -201,6 +203,9 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     fitted = estimators.make_estimator("lightgbm", 0).fit(train).predict(asked.cases)
     np.testing.assert_allclose([given[name] for name in asked.run_ids], fitted.point)
     assert len(given) == 90 and None not in given.values()
+    (few,) = benchmark(BenchmarkSettings(**chosen, by="device", rows=8, family="mlp")).figures
+    too_few = "cannot be fitted: target=memory: {} rows with an exact label to fit on, 10 are needed"
+    assert few.refusals == {too_few.format(2): 6, too_few.format(6): 2}
     with pytest.raises(UsageError, match="all rows are of source simulated; it takes two or more"):
         benchmark(BenchmarkSettings(**chosen, by="source"))
 
