@@ -137,7 +137,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, outcome):
     assert code == 0 and "some, hundreds: answered 2/3 + 1/1 oom, median 50.0%, p90 50.0%, accuracy 100.0%" in err
     report = json.loads(out.read_text())
     assert report["figures"][0]["constant"] == 150 and report["settings"]["estimators"] == ["hundreds", "llmem"]
-    assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
+    assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"] and "rows" not in report["figures"][0]
     assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
     text = page.read_text()
     assert text.count("<svg") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
