@@ -126,6 +126,12 @@ def lose_the_listing(folder):
     os.utime(one(folder, "runs"), (0, 0))  # long ago, so it is not being landed
 
 
+def lose_the_listing_and_the_checksum(folder):
+    merged = one(folder, "runs")
+    pq.write_table(pq.ParquetFile(merged).read(), merged)
+    lose_the_listing(folder)
+
+
 # what happened -> (hours of the compactions before it, what it does, files that go aside, lines, runs that run again)
 DAMAGES = {
     "a run is torn": ((), lambda folder: run_file(folder, 3).write_bytes(b"garbage"), 1, [], [3]),
@@ -139,6 +145,7 @@ DAMAGES = {
     "a listing and its merged file": ((0, 2), ruin, 4, [], range(N)),
     "a planted listing": ((0,), plant, 2, [], []),
     "no listing of runs": ((0, 2), lose_the_listing, 0, ["listed again"], []),
+    "no listing of a file without a checksum": ((0, 2), lose_the_listing_and_the_checksum, 3, [], range(N)),
     "a job's file": ((), flip_a_job_file, 1, [], []),
 }
 
