@@ -58,7 +58,8 @@ def run(code, *arguments, environment=None, time_limit_s=60.0, memory_limit_byte
 
 
 @pytest.mark.parametrize(
-    ("then", "code", "limit"), [("sys.exit(3)", 3, None), ("os.abort()", -6, None), (WAIT, None, TIME)]
+    ("then", "code", "limit"),
+    [("sys.exit(3)", 3, None), ("os.abort()", -6, None), ("os.killpg(0, 9)", -9, None), (WAIT, None, TIME)],
 )
 def test_a_daemon_ends_with_the_process_that_started_it(base, tmp_path, then, code, limit):
     ended = run(DAEMON + then, tmp_path / "daemon", time_limit_s=1.0 if limit else 60.0)
