@@ -11,6 +11,7 @@ from warehouse_rows import ask, ask_plainly, compact_at, fill, flip, only_merged
 
 from conf.errors import EnvironmentProblem
 from tests.surroundings import run_command
+from warehouse.files import counting
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_files, read_catalogue
 from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
@@ -107,6 +108,28 @@ def test_a_lost_merged_file_whose_sources_are_all_there_gives_them_back(folder):
     assert run_ids(folder) == ids(range(4))
     (kept,) = (folder.damaged / "compactions" / "runs").glob("merged-*.parquet")
     assert "is not there" in kept.with_name(kept.name + ".reason.txt").read_text()
+
+
+def test_what_a_damaged_merged_file_replaced_is_not_merged_again(folder):
+    fill(folder, range(3))
+    compact_at(folder, 0)
+    only_merged(folder).write_bytes(b"torn")
+    assert compact_at(folder, 1 / 2).merged == {} and run_ids(folder) == ids(range(3))
+
+
+def test_a_merged_file_that_is_merged_again_while_a_reader_looks_is_not_taken_for_lost(folder, monkeypatch):
+    fill(folder, range(3))
+    compact_at(folder, 0, 2)
+    fill(folder, range(3, 6))
+
+    def read_and_compact(*arguments, really=counting.read_listings):
+        listings = really(*arguments)
+        monkeypatch.undo()
+        compact_at(folder, 4, 6)
+        return listings
+
+    monkeypatch.setattr(counting, "read_listings", read_and_compact)
+    assert read_catalogue(folder, "runs").gone == () and run_ids(folder) == ids(range(6))
 
 
 def planted_merge(folder, rows, sources, name=None, sealed=True):
