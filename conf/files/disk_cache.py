@@ -86,7 +86,7 @@ class DiskCache:
             query = "SELECT key, sha256, content FROM entries WHERE key IN (SELECT value FROM json_each(?))"
             for key, checksum, content in database.execute(query, [json.dumps(list(keys))]):
                 if isinstance(content, bytes) and hashlib.sha256(key.encode() + content).digest() == checksum:
-                    contents[key] = zlib.decompress(content)
+                    contents[key] = zlib.decompressobj().decompress(content, MOST_BYTES)
         return contents
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:
@@ -164,7 +164,12 @@ def recall(*names: str) -> list[Any]:
 
 def _value(content: bytes) -> Any:
     with contextlib.suppress(ValueError):
-        return msgpack.unpackb(content, unicode_errors="surrogatepass")
+        return msgpack.unpackb(content, ext_hook=_integer, unicode_errors="surrogatepass")
+
+
+def _integer(_kind: int, digits: bytes) -> int:
+    """Return the integer of which `_packable` stored the digits."""
+    return int(digits)
 
 
 _waiting: ContextVar[dict[str, Any] | None] = ContextVar("values of `kept_at_once`", default=None)
@@ -195,5 +200,5 @@ def keep(values: Mapping[str, Any]) -> None:
 
 
 def _packable(value: Any) -> Any:
-    """Return an object's fields; an integer beyond MessagePack's 64 bits as a floating-point number."""
-    return float(value) if isinstance(value, int) else vars(value)
+    """Return an object's fields; the digits of an integer beyond MessagePack's 64 bits."""
+    return msgpack.ExtType(0, b"%d" % value) if isinstance(value, int) else vars(value)

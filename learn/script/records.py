@@ -168,10 +168,9 @@ def find(key: str) -> ScriptRecord | None:
         (stored,) = recall(key)
         if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
             return None
-        record = record_of_json({**stored, "files": None})
+        return replace(record_of_json({**stored, "files": None}), key=_job_key(key, stored["files"]))
     except _DAMAGED:
         return None
-    return replace(record, key=_job_key(key, stored["files"]))
 
 
 def with_trace(record: ScriptRecord) -> ScriptRecord | None:

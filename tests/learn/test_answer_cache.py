@@ -10,12 +10,14 @@ import types
 import weakref
 from collections import OrderedDict
 
+import msgpack
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
+from conf.files import disk_cache
 from conf.files.disk_cache import DiskCache, keep, recall
 from conf.files.identity import aside_folder
 from featurize.device.device_spec import load_device
@@ -357,15 +359,36 @@ def test_tensors_without_memory_are_not_read():
 
 
 def test_names_that_are_not_utf8_and_integers_of_any_size_are_kept(cache):
-    keep({"entry": {"file": "a\udc80.py", "flops": 2**70, "rows": [(1, None, True, 0.1)]}})
-    assert recall("entry", "none") == [{"file": "a\udc80.py", "flops": 2**70, "rows": [[1, None, True, 0.1]]}, None]
+    sizes = [2**64 - 1, -(2**70) - 1, 10**400]
+    keep({"entry": {"file": "a\udc80.py", "sizes": sizes, "rows": [(1, None, True, 0.1)]}})
+    assert recall("entry", "none") == [{"file": "a\udc80.py", "sizes": sizes, "rows": [[1, None, True, 0.1]]}, None]
 
 
-def test_entries_of_others_are_traced_anew(cache, traced):
+def test_an_entry_that_would_fill_the_memory_is_none(cache, monkeypatch):
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", 1000)
+    keep({"entry": "a" * 1000})
+    assert recall("entry") == [None]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"trace": [1]}',  # JSON, in which earlier versions wrote
+        msgpack.packb({"trace": [1], "kernels": {}}),
+        msgpack.packb({"trace": [1]})[:-1],
+        b"\xdd\xff\xff\xff\xff",  # the start of a list of 2**32 - 1 values
+        b"\x91" * 1000 + b"\xc0",  # nested lists
+        b"\x91" * 10**5,
+        b"\xd4\x00x",  # an integer of no digits
+        b"\xd6\xff\xff\xff\xff\xff",  # a time
+        b"\xc4\x01a",  # bytes
+    ],
+)
+def test_entries_of_others_are_traced_anew(cache, traced, content):
     first = estimate(CONFIG)
     with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database:
         keys = [name for (name,) in database.execute("SELECT key FROM entries")]
-    DiskCache(cache / "traces.sqlite").write((name, b'{"trace": [1]}') for name in keys)
+    DiskCache(cache / "traces.sqlite").write(dict.fromkeys(keys, content).items())
     as_another_process()
     assert figures(estimate(CONFIG)) == figures(first) and len(traced) == 2
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from conf.errors import UsageError
+from conf.files import disk_cache
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
@@ -291,6 +292,9 @@ def test_a_run_is_kept_with_the_state_of_its_files():
     for path in record.files:
         write(path, "# changed")
         assert records.find(key) is None
+    damaged = {**records.record_to_json(RECORD), "trace": None, "files": {b"missing": None}}
+    disk_cache.keep({key: damaged})
+    assert records.find(key) is None
     open("missing.txt", "w").close()  # since the run began
     assert records.keep(key, record, time.time_ns() - 10**9).key is None
 
