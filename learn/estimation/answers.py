@@ -79,10 +79,10 @@ def _make_estimates(
         except CommandError as error:
             outcomes.append((error, draft.traced))
     seconds = (time.monotonic_ns() - began) / 1e9 / len(drafts)
-    for outcome, _ in outcomes:
-        if isinstance(outcome, Estimate):
-            object.__setattr__(outcome, "seconds", seconds)  # frozen, but not shared yet
-    return outcomes
+    return [
+        (outcome.with_values(seconds=seconds) if isinstance(outcome, Estimate) else outcome, traced)
+        for outcome, traced in outcomes
+    ]
 
 
 def _estimate_of(outcome: Estimate | CommandError) -> Estimate:
