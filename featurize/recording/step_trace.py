@@ -107,10 +107,8 @@ class Block(NamedTuple):
     kept_until: int = 0  # number of the event before which its memory is not reused, as another stream may use it
 
     def named(self, kind: str) -> Block:
-        """Return the block as one of a kind, in a third of the time of `_replace`."""
-        return Block(
-            self.nbytes, kind, self.operator, self.module, self.call, self.pooled, self.stream, self.kept_until
-        )
+        """Return the block as one of a kind, in half the time of `_replace`."""
+        return Block(self.nbytes, kind, *self[2:])
 
 
 class Collective(NamedTuple):

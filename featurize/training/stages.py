@@ -581,7 +581,7 @@ class RepeatedPasses:
         memory, blocks = self._recorder.memory, self._recorder.memory.blocks
         entering = dict(zip(note.kept, kept, strict=False))
         # Blocks are alike without their kinds, which they may get later.
-        alike = (blocks[noted] == blocks[own]._replace(kind=blocks[noted].kind) for noted, own in entering.items())
+        alike = (blocks[noted] == blocks[own].named(blocks[noted].kind) for noted, own in entering.items())
         if len(kept) != len(note.kept) or not all(alike):
             raise DoesNotRepeat("what passes keep differs")
         for storage, before, _after in note.held:
