@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from conf.files.identity import version_of
+
+with contextlib.suppress(ModuleNotFoundError):  # environments of a comparison need not have it
+    import msgpack
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
@@ -135,7 +136,7 @@ class DiskCache:
 
 
 def user_cache() -> DiskCache | None:
-    """Return this user's cache; None with `GPUFARM_CACHE=off`, and for a user without a home.
+    """Return this user's cache; None with `GPUFARM_CACHE=off`, for a user without a home, and without msgpack.
 
     It is `traces.sqlite` in `$GPUFARM_CACHE`, else in `$XDG_CACHE_HOME/gpufarm`, else in `~/.cache/gpufarm`.
     """
@@ -144,7 +145,7 @@ def user_cache() -> DiskCache | None:
 
 @functools.cache
 def _cache_at(given: str | None, *_: str | None) -> DiskCache | None:
-    if given == "off":
+    if given == "off" or find_spec("msgpack") is None:
         return None
     with contextlib.suppress(RuntimeError):
         folder = Path(given).expanduser() if given else user_folder()
