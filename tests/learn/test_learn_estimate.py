@@ -186,6 +186,14 @@ def test_a_table_asks_each_model_about_the_gpu_models_that_it_knows(data, monkey
     assert "no fitted model for target=memory with estimator=lightgbm, family=mlp, device=H200" in unknown.problem
 
 
+def test_a_model_fitted_on_plain_loops_is_asked_about_the_plain_loop():
+    loops = "pipeline", "resident"
+    plain, resident = (estimate(nn.Linear(8192, 4), (4096, 8192), loop=loop) for loop in loops)
+    assert plain.peak_memory_mib == resident.peak_memory_mib > resident.trace_memory_mib + 100
+    rows, of_loop = (next(note.text for note in done.notes if note.code == "fitted-rows") for done in (plain, resident))
+    assert "loop" not in rows and of_loop.endswith(", for a plain training loop with its input pipeline")
+
+
 def test_a_model_of_another_family_or_device_does_not_answer(data):
     (cnn,) = make_configs(1, families=("cnn",))
     assert estimate(cnn, data=data).answered_by["memory"] == DEFAULT
