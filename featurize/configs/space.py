@@ -18,7 +18,8 @@ from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Spa
 from featurize.configs.dimensions import parse_space as parse_space
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import TrialConfig
-from featurize.job.training_settings import problem_of_value, rules_of
+from featurize.job.allowed_values import problem_of_value
+from featurize.job.training_settings import rules_of
 
 _TRIED_ON = 16  # configs that a value is tried on
 

@@ -35,7 +35,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import require_one_of
-from featurize.job.layout import BOOLEAN, Allowed
+from featurize.job.allowed_values import BOOLEAN, Allowed
 from featurize.job.training_settings import TrialConfig, rules_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+from featurize.job.allowed_values import Allowed, is_finite
 from featurize.job.layers import Layer
-from featurize.job.layout import POSITIVE
 
 if TYPE_CHECKING:  # for families' annotations
     import torch
@@ -98,7 +98,8 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-SAMPLED_ONLY = {"feed_forward_multiple": POSITIVE}  # consumed by `repair_prenorm`
+_MULTIPLE = Allowed(lambda value: is_finite(value) and 0.01 <= value <= 1000, "a number from 0.01 to 1000")
+SAMPLED_ONLY = {"feed_forward_multiple": _MULTIPLE}  # consumed by `repair_prenorm`
 HEAD_SIZES = range(32, 129, 8)  # sizes of sampled heads
 
 

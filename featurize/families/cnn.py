@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import COUNT, at_most, one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import Allowed, one_of
-from featurize.job.training_settings import COUNT, Activation, Rate, TrialConfig
+from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
 MAX_FILTERS = 2048
 SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
 DENSE_LAYERS = 4  # convolutions in a dense block
-_NARROW = Allowed(lambda filters: filters <= MAX_FILTERS, f"<= {MAX_FILTERS}")
 MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in the first block
 
 
@@ -36,7 +35,7 @@ class Config(TrialConfig):
     image_size: int
     channels: int
     classes: int
-    base_filters: Annotated[int, COUNT, _NARROW]
+    base_filters: Annotated[int, COUNT, at_most(MAX_FILTERS)]
     depth: int
     topology: Annotated[str, one_of(TOPOLOGIES)] = "pyramid"
     kernel_size: int = 3

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import COUNT, Allowed, integer
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import Allowed
-from featurize.job.training_settings import COUNT, Rate, TrialConfig, integer
+from featurize.job.training_settings import Rate, TrialConfig
 
 GROUPS = 32  # groups of every group norm: all widths are multiples
 _WHOLE_GROUPS = Allowed(lambda channels: channels % GROUPS == 0, f"a multiple of {GROUPS}")

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import COUNT, Allowed, integer
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import Allowed
-from featurize.job.training_settings import COUNT, TrialConfig, integer
+from featurize.job.training_settings import TrialConfig
 
 # Keys of the search space that `repair` consumes to make `rows`.
 SAMPLED_ONLY = {"tables": COUNT, "smallest_table": COUNT, "largest_table": COUNT}
 SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would accumulate every row ever seen
 
 
-_SIZES = Allowed(
+_ROWS = Allowed(
     lambda rows: isinstance(rows, tuple) and rows != () and all(map(COUNT.fit, rows)),
     "a list of integers >= 1, one for each table",
 )
@@ -35,7 +35,7 @@ class Config(TrialConfig):
     of the tables hold only the rows that were looked up; needs optimizer sgd."""
 
     dense_features: int
-    rows: Annotated[tuple[int, ...], _SIZES]
+    rows: Annotated[tuple[int, ...], _ROWS]
     embedding_size: int
     bag_size: int
     bottom_width: int

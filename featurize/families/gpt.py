@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import one_of
 from featurize.job.training_settings import Rate, TrialConfig
 
 PROJECTIONS = ("conv1d", "linear")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import integer, one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import one_of
-from featurize.job.training_settings import Activation, Rate, TrialConfig, integer
+from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
 SAMPLED_ONLY = {"linear_layers": integer(2)}  # consumed by `repair`

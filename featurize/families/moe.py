@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from featurize.families import _parts as parts
-from featurize.job.deepspeed_config import is_finite
+from featurize.job.allowed_values import Allowed, is_finite, one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import Allowed, one_of
 from featurize.job.training_settings import Rate, TrialConfig
 
 if TYPE_CHECKING:

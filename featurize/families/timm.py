@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from conf.errors import UsageError
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import COUNT, Allowed
 from featurize.job.layers import Layer
-from featurize.job.layout import Allowed
-from featurize.job.training_settings import COUNT, TrialConfig
+from featurize.job.training_settings import TrialConfig
 from featurize.nets.vision import import_library, near_names
 
 if TYPE_CHECKING:

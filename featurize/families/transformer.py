@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import one_of
 from featurize.job.training_settings import Activation, Rate, TrialConfig
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from featurize.families import _parts as parts
+from featurize.job.allowed_values import COUNT, at_most, one_of
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.layout import Allowed, one_of
-from featurize.job.training_settings import COUNT, Activation, TrialConfig
+from featurize.job.training_settings import Activation, TrialConfig
 
 ENLARGEMENTS = ("transposed", "upsample")
 MAX_CHANNELS = 1024  # channels of any level
-_NARROW = Allowed(lambda channels: channels <= MAX_CHANNELS, f"<= {MAX_CHANNELS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Config(TrialConfig):
     image_size: int
     channels: int
     classes: int
-    base_channels: Annotated[int, COUNT, _NARROW]
+    base_channels: Annotated[int, COUNT, at_most(MAX_CHANNELS)]
     depth: int
     enlargement: Annotated[str, one_of(ENLARGEMENTS)] = "transposed"
     batch_norm: bool = True

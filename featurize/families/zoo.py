@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
@@ -20,9 +20,9 @@ from conf.errors import CommandError, UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import exception_line
 from featurize.families._parts import library_model
+from featurize.job.allowed_values import Allowed
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer
-from featurize.job.layout import Allowed
 from featurize.job.training_settings import TrialConfig
 from featurize.nets.vision import import_library, load_named, mending, near_names
 
@@ -190,19 +190,21 @@ class Config(TrialConfig):
             object.__setattr__(self, name, canonical(getattr(self, name)))
         super().__post_init__()
 
-    def problems(self) -> list[str]:
+    def problems_of_values(self) -> list[str]:
+        problems = super().problems_of_values()
         if self.inputs is None:
-            return [f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257"]
-        problems = [f"inputs {problem}" for problem in tensor_problems(self.inputs, single=False)]
+            problems.append(f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257")
+        else:
+            problems += [f"inputs {problem}" for problem in tensor_problems(self.inputs, single=False)]
         if self.target is not None:
             problems += [f"target {problem}" for problem in tensor_problems(self.target, single=True)]
-        if problems:
-            return problems
-        if self.activation_checkpointing and self.model.startswith("torchvision."):
-            problems.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
-        if self.channels_last and any(len(tensor.shape) > 3 for tensor in parse_tensors(self.inputs)):
-            problems.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
         return problems
+
+    def problems(self) -> Iterator[str]:
+        if self.activation_checkpointing and self.model.startswith("torchvision."):
+            yield f"activation_checkpointing must be false for {self.model}: torchvision's models have none"
+        if self.channels_last and any(len(tensor.shape) > 3 for tensor in parse_tensors(self.inputs)):
+            yield f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}"
 
 
 def identity(config: Config) -> str:

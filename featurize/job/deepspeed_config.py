@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from conf.errors import UsageError, shown
+from featurize.job.allowed_values import is_finite
 
 ZERO_STAGES = (1, 2, 3)
 AUTO = "auto"
@@ -340,11 +340,6 @@ class _Reader:
             return None if value is None else int(value)
         self.problems.append(f"{name} must be a whole number >= 1, got {shown(value)}")
         return None
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _is_off(value: object) -> bool:

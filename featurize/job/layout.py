@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self
 
 from conf.errors import UsageError, shown
-from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
+from featurize.job.allowed_values import BOOLEAN, Allowed, is_finite, one_of
+from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
 WRAPPED = ("ddp", "fsdp", "tp")  # modes in which real ranks can run
@@ -69,22 +70,8 @@ _FSDP1 = Where("fsdp_version=1", lambda given: given.get("fsdp_version") == FLAT
 _STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
-class Allowed(NamedTuple):
-    """Allowed values of a setting, with a description. `read` converts values from texts, YAML and JSON."""
-
-    fit: Callable[[Any], bool]
-    words: str
-    read: Callable[[Any], Any] = lambda value: value
-
-
 def _whole(least: int, most: float, words: str) -> Allowed:
     return Allowed(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
-
-
-def one_of(choices: Iterable[Any]) -> Allowed:
-    """Return the rule of a value that is one of the choices."""
-    known = tuple(choices)  # also for values that cannot be hashed
-    return Allowed(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
 
 def _elements(least: int) -> Allowed:
@@ -108,8 +95,7 @@ def _are_names(value: object) -> bool:
 
 _ANY = Allowed(lambda _: True, "anything")
 _RANKS = _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")
-POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
-BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
+_POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
 
 
 # The annotation of a part's field holds its allowed values, if these are not true and false, and the layouts that have
@@ -154,7 +140,7 @@ class Cluster:
     """
 
     gpus_per_node: Annotated[int, _RANKS] = 8
-    network_gb_s: Annotated[float | None, POSITIVE] = None
+    network_gb_s: Annotated[float | None, _POSITIVE] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +156,7 @@ class DataParallel:
     """
 
     gradient_as_bucket_view: bool = False
-    bucket_cap_mb: Annotated[float | None, POSITIVE] = None
+    bucket_cap_mb: Annotated[float | None, _POSITIVE] = None
     static_graph: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: Annotated[bool, _EVERYWHERE] = True

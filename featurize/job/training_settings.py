@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypedDict, get_type_hints
 
 from conf.errors import UsageError, refuse, shown, unknown_name
-from featurize.job.deepspeed_config import is_finite
-from featurize.job.layout import BOOLEAN, Allowed, Parallel, one_of, parse_parallel
+from featurize.job.allowed_values import BOOLEAN, COUNT, Allowed, is_finite, one_of, problem_of_value
+from featurize.job.layout import Parallel, parse_parallel
 
 IMPLEMENTATIONS = ("foreach", "fused", "loop")
 
@@ -77,12 +77,6 @@ ACTIVATIONS = (
 )
 
 
-def integer(least: int) -> Allowed:
-    """Return the rule of an integer from `least` on."""
-    return Allowed(lambda value: type(value) is int and value >= least, f"an integer >= {least}")
-
-
-COUNT = integer(1)
 Activation = Annotated[str, one_of(ACTIVATIONS)]
 Rate = Annotated[float, Allowed(lambda value: is_finite(value) and 0 <= value < 1, "a number in [0, 1)")]
 
@@ -91,7 +85,7 @@ Rate = Annotated[float, Allowed(lambda value: is_finite(value) and 0 <= value < 
 class TrialConfig:
     """Base of every family's config. Raises `ValueError` that names the field, the rule and the value.
 
-    A subclass adds its fields, and extends `problems`; its `family` is its module's name unless it has one. A field's
+    A subclass adds its fields, and may have `problems`; its `family` is its module's name unless it has one. A field's
     annotation holds its allowed values, unless these are the integers from 1 on, or true and false. `parallel` is text
     such as `ddp=2`, in the canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
     """
@@ -111,12 +105,7 @@ class TrialConfig:
             cls.family = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
-        config: type = type(self)
-        problems = [
-            problem
-            for name, rules in rules_of(config).items()
-            if (problem := problem_of_value(name, getattr(self, name), rules))
-        ]
+        problems = self.problems_of_values()
         try:
             layout = self.layout
             object.__setattr__(self, "parallel", None if layout is None else layout.text())
@@ -127,8 +116,15 @@ class TrialConfig:
             problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
         refuse(problems or self.problems(), f"{self.family}: ")
 
+    def problems_of_values(self) -> list[str]:
+        """Return the problem of each field whose value is not allowed. A subclass extends it for a field that its
+        annotation cannot describe."""
+        config: type = type(self)
+        checked = [problem_of_value(name, getattr(self, name), rules) for name, rules in rules_of(config).items()]
+        return [problem for problem in checked if problem is not None]
+
     def problems(self) -> Iterable[str]:
-        """Return further problems of values that fit their fields, such as two that exclude each other."""
+        """Return problems between fields, such as two values that exclude each other. Each alone is allowed."""
         return ()
 
     @property
@@ -172,14 +168,6 @@ def rules_of(config: type) -> Mapping[str, tuple[Allowed, ...]]:
         field.name: _RULES_OF_TYPES.get(hints[field.name], getattr(hints[field.name], "__metadata__", ()))
         for field in fields(config)
     }
-
-
-def problem_of_value(name: str, value: Any, rules: Iterable[Allowed]) -> str | None:
-    """Return `batch_size must be an integer >= 1, got 0` for a value that breaks a rule, else None."""
-    for rule in rules:
-        if not rule.fit(value):
-            return f"{name} must be {rule.words}, got {value!r}"
-    return None
 
 
 # Precisions with weights, gradients and optimizer state in that type, without autocast.

@@ -88,6 +88,10 @@ def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_befor
     ("changes", "message"),
     [
         ({"model": "resnet50"}, "model must be MODULE:FACTORY, as in torchvision.models:resnet50, got 'resnet50'"),
+        (  # all at once
+            {"model": "resnet50", "precision": "fp8", "inputs": "int64[3]", "target": "x"},
+            "precision must be one of .*; model must be .*; inputs must say .*; target must be tensors",
+        ),
         ({"inputs": None}, r"a:b needs inputs, one sample's, as in float32\[3,224,224\]"),
         ({"inputs": "float32[3"}, r"inputs must be tensors such as .*got 'float32\[3'"),
         ({"inputs": "float32[3] float8[3]"}, r"inputs must be .*dtypes are .*bool, got 'float8\[3\]'"),
