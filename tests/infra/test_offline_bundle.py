@@ -9,12 +9,14 @@ import contextlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import random
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -108,11 +110,19 @@ def index(tmp_path_factory, module_patch):
 
 
 def pip_here(command, *arguments):
-    """Run pip in this process: a start of pip takes longer than most of the calls."""
+    """Run pip in this process: a start of pip takes longer than most of the calls.
+
+    As it starts, pip shuts down all handlers of logging, of which that of absl closes pytest's stream, and puts its own
+    in their place.
+    """
     from pip._internal.cli.main import main
 
     words = [command, "--quiet", "--disable-pip-version-check", *map(str, arguments)]
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        mock.patch("logging.shutdown"),
+        mock.patch.object(logging.getLogger(), "handlers", []),
+    ):
         return subprocess.CompletedProcess(words, main(words), "", errors.getvalue())
 
 
