@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -37,6 +38,13 @@ def shadow(folder, name):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("raise RuntimeError('a file of the user has run')\n")
     return path
+
+
+@pytest.fixture(autouse=True)
+def paths_as_before():
+    """Undo what `main` changes in this process: where it and its children search for modules."""
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [*sys.path]):
+        yield
 
 
 def test_the_installed_script_is_this_command():
