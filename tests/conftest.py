@@ -293,7 +293,12 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def outcome(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command in this process; return its exit code and what it prints on both streams."""
-    return lambda name, *arguments: (run_command(name, *arguments), *capsys.readouterr())
+
+    def run(name: str, *arguments: str) -> tuple[int, str, str]:
+        code = run_command(name, *arguments)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

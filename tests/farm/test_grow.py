@@ -35,13 +35,13 @@ from warehouse.files.snapshots import snapshot_names
 SMALL = (*SMALL_NIGHT, "canaries=skip")
 
 
-def small(root, *arguments):
-    """The command of a small night."""
+def small_night(root, *arguments):
+    """The command line of a small night."""
     return "grow", *SMALL, f"data={root}", *arguments
 
 
 def grow(root, *arguments):
-    return run_command(*small(root, *arguments))
+    return run_command(*small_night(root, *arguments))
 
 
 def runs(root, columns="config_hash, status"):
@@ -61,7 +61,7 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_
     note = tmp_path / "note"
     keep = f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}"
     with listener(500) as (url, got):
-        code, out, err = outcome(*small(root, "n=2", keep, f"notify.webhook={url}"))
+        code, out, err = outcome(*small_night(root, "n=2", keep, f"notify.webhook={url}"))
         assert code == 0, "a message that cannot be told costs nothing"
     (cycle,), folder = cycles(root), DataFolder.resolve(root)
     assert (cycle.outcome, list(cycle.steps)) == ("done", list(STEPS)) and len(runs(root)) == 2
@@ -72,8 +72,8 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_
     assert cycle.said in json.loads((folder.reports / "latest.json").read_text())["said"]["sentence"]
     assert f"cycle {cycle.name} done: {cycle.said}\n" in out and str(page) in out
     assert "notify.webhook" in err and "500" in err
-    (message,), (text, _, outcome) = got, note.read_text().rpartition("}")
-    assert json.loads(text + "}") == message and outcome.strip() == "done"
+    (message,), (text, _, outcome_line) = got, note.read_text().rpartition("}")
+    assert json.loads(text + "}") == message and outcome_line.strip() == "done"
     assert (message["cycle"], message["outcome"], message["run"]["runs"]) == (cycle.name, "done", 2)
     assert grow(root, "n=1") == 0
     hashes = [name for name, _ in runs(root)]
@@ -84,10 +84,10 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_
 
 
 def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, shown):
-    output = shown(*small(root, "n=6", "dry_run=true"))
+    output = shown(*small_night(root, "n=6", "dry_run=true"))
     assert "6 of 40 candidates (mlp: 6)" in output and "hours of simulated runs" in output and "out of memory" in output
     assert "measured" not in output and "GPU-hours" not in output
-    output = shown(*small(root, "hours=0.0001", "dry_run=true"))
+    output = shown(*small_night(root, "hours=0.0001", "dry_run=true"))
     assert 1 <= int(re.search(r"(\d+) of 40 candidates", output)[1]) <= 40, "as many as may fit"
     assert not root.exists()
 
@@ -112,7 +112,7 @@ def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, shown):
 )
 def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, refused, argument, expected_text):
     needed = [] if argument == "seed=1" or argument.startswith("n=") else ["n=3"]
-    assert expected_text in refused(*small(root, *needed, argument)) and not root.exists()
+    assert expected_text in refused(*small_night(root, *needed, argument)) and not root.exists()
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 def test_two_never_work_on_one_folder(root, outcome):
     with _cycle_lock(DataFolder.resolve(root).create()):
-        code, _, error = outcome(*small(root, "n=2"))
+        code, _, error = outcome(*small_night(root, "n=2"))
     assert code == 75 and "already works on data=" in error and not cycles(root)
 
 
@@ -215,7 +215,7 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
 
     monkeypatch.setattr(dispatch, "accept", failing)
     keep, messages = told_in(tmp_path / "note")
-    code, _, error = outcome(*small(root, "n=2", keep))
+    code, _, error = outcome(*small_night(root, "n=2", keep))
     (cycle,) = cycles(root)
     words = "every trial that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     assert [words in text for text in (error, cycle.said, messages()["said"])] == [True] * 3
@@ -284,9 +284,9 @@ def test_a_gpu_or_a_model_that_is_missing_tonight_is_told(root, tmp_path, monkey
 )
 def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, outcome, settings, goes_on):
     Journal(DataFolder.resolve(root).create()).begin(settings, "00000000")
-    code, _, err = outcome(*small(root, "n=1"))
+    code, _, err = outcome(*small_night(root, "n=1"))
+    assert code == 0, err
     old, *new = cycles(root)
-    assert code == 0
     if goes_on:
         assert old.outcome == "done" and old.done("run")["runs"] == 2 and not new
     else:

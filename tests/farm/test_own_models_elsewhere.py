@@ -26,8 +26,8 @@ def own(batch_size):
 
 
 @pytest.fixture
-def there(data):
-    """The key of the data folder."""
+def data_key(data):
+    """The argument that names the data folder."""
     return f"data={json.dumps(str(data.root))}"
 
 
@@ -56,28 +56,28 @@ NIGHT = (
 )
 
 
-def test_a_dry_run_names_the_rows_that_are_left_out(there, outcome):
-    code, _, err = outcome("grow", *NIGHT, "dry_run=true", there)
+def test_a_dry_run_names_the_rows_that_are_left_out(data_key, outcome):
+    code, _, err = outcome("grow", *NIGHT, "dry_run=true", data_key)
     assert code == 0 and f"choosing: {ROWS} rows" in err and MODULE in err
 
 
 @pytest.mark.slow
-def test_a_night_is_planned_measured_and_learnt_from(there, outcome):
-    code, out, err = outcome("grow", *NIGHT, there)
+def test_a_night_is_planned_measured_and_learnt_from(data_key, outcome):
+    code, out, err = outcome("grow", *NIGHT, data_key)
     assert code == 0 and "done: 2 runs were simulated (ok 2); models: memory first" in " ".join(out.split()), err
     (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
     assert f"{ROWS} rows" in line and MODULE in line
 
 
 def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(
-    data, there, tmp_path, refused, answer, monkeypatch
+    data, data_key, tmp_path, refused, answer, monkeypatch
 ):
-    assert f"trust=[{MODULE}]" in refused("estimate", "run=own-000000", there)
+    assert f"trust=[{MODULE}]" in refused("estimate", "run=own-000000", data_key)
     (tmp_path / f"{MODULE}.py").write_text(NETS)
     with monkeypatch.context() as importable:
         importable.syspath_prepend(str(tmp_path))
         StepStore(data).prepare([Case(config_of_user(own(1)))], workers=0)
     sys.modules.pop(MODULE)
     zoo._read.cache_clear()
-    estimate = answer("estimate", "run=own-000000", there)
+    estimate = answer("estimate", "run=own-000000", data_key)
     assert estimate["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in estimate["warnings"])

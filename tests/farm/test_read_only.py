@@ -94,7 +94,8 @@ def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(di
         "window.seconds=0.1",
     ]
     fill(disk, left)
-    code, err = run_command(*night), capfd.readouterr().err
+    code = run_command(*night)
+    err = capfd.readouterr().err
     assert code == 2, err
     assert "Traceback" not in err and "No space left on device" in err.strip().splitlines()[-1]
     assert journal.cycles()[0].outcome == "done", "what was written before is still there"

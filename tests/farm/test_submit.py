@@ -18,23 +18,17 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
-def of_mlps(data, *arguments):
-    """The command that submits small networks to a data folder."""
-    return (
-        "submit",
-        "+arch=mlp",
-        "arch.space.input_size={low:4,high:64}",
-        "cluster=inline",
-        f"data={data}",
-        *arguments,
-    )
+def submission(data, *arguments):
+    """The command line that submits small perceptrons to a data folder."""
+    small = "+arch=mlp", "arch.space.input_size={low:4,high:64}", "cluster=inline"
+    return "submit", *small, f"data={data}", *arguments
 
 
 def test_a_job_lands_every_trial_once_again_adds_nothing_and_a_larger_n_the_difference(data, shown, outcome):
-    assert "1 trials added (new), 1 in all" in shown(*of_mlps(data, "n=1"))
+    assert "1 trials added (new), 1 in all" in shown(*submission(data, "n=1"))
     ((run_id, finished_at),) = ask(data, "SELECT run_id, finished_at FROM runs")
-    assert "0 trials added (1 were queued before), 1 in all" in shown(*of_mlps(data, "n=1"))
-    code, out, err = outcome(*of_mlps(data, "n=3"))
+    assert "0 trials added (1 were queued before), 1 in all" in shown(*submission(data, "n=1"))
+    code, out, err = outcome(*submission(data, "n=3"))
     assert code == 0 and "3 of 3 runs are in" in out and "(ok 3)" in out
     assert re.search(r": 3/3  ok 3  [^ ]+  0:00:00 left\n$", err), err
     first, *others = ask(data, "SELECT run_id, finished_at, config FROM runs ORDER BY run_id")
@@ -43,7 +37,7 @@ def test_a_job_lands_every_trial_once_again_adds_nothing_and_a_larger_n_the_diff
 
 @pytest.mark.parametrize("gpu", ["A100-SXM4-40GB", "MI300X"])
 def test_simulated_rows_say_so_and_carry_their_labels(data, shown, gpu):
-    assert f"device: 4 x {gpu} (simulated)" in shown(*of_mlps(data, "n=1", f"device={gpu}"))
+    assert f"device: 4 x {gpu} (simulated)" in shown(*submission(data, "n=1", f"device={gpu}"))
     labelled_rows = ask(
         data,
         "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0, smact BETWEEN 0 AND 1, "
@@ -62,7 +56,7 @@ def test_simulated_rows_say_so_and_carry_their_labels(data, shown, gpu):
     ],
 )
 def test_trials_of_two_ranks_train_and_land(data, shown, device, source, sampled):
-    shown(*of_mlps(data, "n=1", f"device={device}", "parallel=ddp=2", "window=fixed", "window.seconds=0.1"))
+    shown(*submission(data, "n=1", f"device={device}", "parallel=ddp=2", "window=fixed", "window.seconds=0.1"))
     columns = "status, source, parallel, ranks, worst_rank IN (0, 1), config->>'$.parallel', kernel_rows"
     assert ask(data, f"SELECT {columns} FROM runs") == [("ok", source, "ddp=2", 2, True, "ddp=2", None)]
     counts = (
@@ -83,18 +77,18 @@ def test_an_optimizer_that_cannot_run_is_refused_before_anything_is_queued(
     data, refused, monkeypatch, arguments, words
 ):
     monkeypatch.setattr("farm.submission.settings.version_of", lambda package: None)
-    assert words in refused(*of_mlps(data, "n=2", *arguments)) and not data.exists()
+    assert words in refused(*submission(data, "n=2", *arguments)) and not data.exists()
 
 
 def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data, shown):
-    shown(*of_mlps(data, "n=1", "device=A100-SXM4-40GB", "device.memory_mib=100"))
+    shown(*submission(data, "n=1", "device=A100-SXM4-40GB", "device.memory_mib=100"))
     assert ask(data, "SELECT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
 
 
 @pytest.mark.slow
 def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, shown):
-    shown(*of_mlps(data, "n=4", "batch_sizes=[8,32]"))
-    output = shown(*of_mlps(data, "n=5", "batch_sizes=[8,32]"))
+    shown(*submission(data, "n=4", "batch_sizes=[8,32]"))
+    output = shown(*submission(data, "n=5", "batch_sizes=[8,32]"))
     assert "1 trials added (4 were queued before), 5 in all" in output
     trials = ask(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
     assert [row[0] for row in trials] == [8, 32, 8, 32, 8]
@@ -102,14 +96,14 @@ def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, shown):
 
 
 def test_more_than_a_million_trials_are_not_queued_unasked(data, refused):
-    error = refused(*of_mlps(data, "n=1000001", "detach=true"))
+    error = refused(*submission(data, "n=1000001", "detach=true"))
     assert "this queues 1,000,001 trials, about 3" in error and "MiB in" in error
     assert error.endswith("confirm with yes=true\n") and not data.exists()
 
 
 def test_a_queue_that_the_disk_cannot_hold_is_refused_also_with_yes(tmp_path, refused):
     with small_disk(tmp_path / "a'; echo small", "8m") as small:
-        error = refused(*of_mlps(small / "data", "n=2000000", "yes=true"))
+        error = refused(*submission(small / "data", "n=2000000", "yes=true"))
         assert "(8 MiB are free); take a smaller n" in error and not list(small.iterdir())
 
 
@@ -120,10 +114,10 @@ def test_ctrl_c_while_trials_are_queued_leaves_nothing_and_the_same_command_queu
 
     with ThreadPoolExecutor(1) as other:
         other.submit(interrupt)
-        code, _, error = outcome(*of_mlps(data, "n=900000", "detach=true"))
+        code, _, error = outcome(*submission(data, "n=900000", "detach=true"))
     assert code == 130 and "its trials are taken out again" in error and "Traceback" not in error
     assert queued(data) == 0 and (data / "queue.sqlite").stat().st_size < 2**17
-    assert run_command(*of_mlps(data, "n=4", "detach=true")) == 0 and queued(data) == 4
+    assert run_command(*submission(data, "n=4", "detach=true")) == 0 and queued(data) == 4
 
 
 def queued(data):
@@ -163,5 +157,5 @@ BAD = {
 
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, refused):
-    assert BAD[arguments] in refused(*of_mlps(data, *arguments.split()))
+    assert BAD[arguments] in refused(*submission(data, *arguments.split()))
     assert not data.exists(), "nothing half-written"

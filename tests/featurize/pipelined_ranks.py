@@ -132,7 +132,8 @@ def train_real(rank, names):
 
 def train(rank, name, parallel, mesh):
     """Steps of one rank of a case."""
-    case, place = CASES[name], rank // parallel.of_stage  # among the ranks of `pp`
+    case = CASES[name]
+    place = rank // parallel.of_stage  # among the ranks of `pp`
     with contextlib.ExitStack() as entered:
         batch, target = torch.randn(case.shape), torch.randn(*case.shape[:-1], CLASSES)
         if parallel.degrees.cp > 1:

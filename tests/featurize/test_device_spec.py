@@ -44,6 +44,29 @@ def test_an_interconnect_is_checked_and_stays_out_of_identities():
     assert "interconnect" not in spec.to_mapping()
     described = device_from_mapping(spec.to_mapping() | {"interconnect": {"pcie_gb_s": 63, "link_gb_s": 450}})
     assert described.interconnect == spec.interconnect and described == spec == device_from_mapping(spec.to_mapping())
+    for wrong in ({}, {"pcie_gb_s": 0}, {"pcie_gb_s": 63, "link_gb_s": "fast"}, {"pcie_gb_s": 63, "x": 1}, 5):
+        with pytest.raises(UsageError, match="interconnect must give pcie_gb_s"):
+            device_from_mapping(spec.to_mapping() | {"interconnect": wrong})
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        [],
+        5,
+        [0, 1],
+        [[0, 1]],
+        [[0, 1], [2, 0]],
+        [[0, 0], [0, 0]],
+        [[1, 1], [1, 0]],
+        [[0, 1.5], [1.5, 0]],
+        [[0, True], [True, 0]],
+    ],
+)
+def test_a_mesh_of_links_is_checked(mesh):
+    joined = {"pcie_gb_s": 15.75, "link_gb_s": 25, "mesh": mesh}
+    with pytest.raises(UsageError, match="with that mesh: for each GPU"):
+        device_from_mapping(load_device("V100-SXM2-16GB").to_mapping() | {"interconnect": joined})
 
 
 A100, V100, MI100, MI210, MI300X = map(load_device, ("A100-SXM4-80GB", "V100-SXM2-16GB", "MI100", "MI210", "MI300X"))
@@ -67,36 +90,18 @@ def attention_on(device, precision="fp16", **shape):
     return traced(lambda: attention(**shape), (2, 128, 16), device, precision)
 
 
-def with_mesh(mesh):
-    return {"interconnect": {"pcie_gb_s": 15.75, "link_gb_s": 25, "mesh": mesh}}
-
-
 @pytest.mark.parametrize(
-    "device, change, message",
+    "change, message",
     [
-        (MI300X, {"compute_capability": "9.4"}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
-        (MI300X, {"llvm_target": None}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
-        (MI300X, {"llvm_target": "gfx1100"}, "llvm_target must be one of gfx908, gfx90a, gfx942, got 'gfx1100'"),
-        (MI300X, {"llvm_target": ["gfx942"]}, "llvm_target must be one of"),
-        (A100, {"interconnect": {}}, "interconnect must give pcie_gb_s"),
-        (A100, {"interconnect": {"pcie_gb_s": 0}}, "interconnect must give pcie_gb_s"),
-        (A100, {"interconnect": {"pcie_gb_s": 63, "link_gb_s": "fast"}}, "interconnect must give pcie_gb_s"),
-        (A100, {"interconnect": {"pcie_gb_s": 63, "x": 1}}, "interconnect must give pcie_gb_s"),
-        (A100, {"interconnect": 5}, "interconnect must give pcie_gb_s"),
-        (V100, with_mesh([]), "with that mesh: for each GPU"),
-        (V100, with_mesh(5), "with that mesh: for each GPU"),
-        (V100, with_mesh([0, 1]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[0, 1]]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[0, 1], [2, 0]]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[0, 0], [0, 0]]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[1, 1], [1, 0]]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[0, 1.5], [1.5, 0]]), "with that mesh: for each GPU"),
-        (V100, with_mesh([[0, True], [True, 0]]), "with that mesh: for each GPU"),
+        ({"compute_capability": "9.4"}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
+        ({"llvm_target": None}, "give compute_capability .as '8.0'. for an NVIDIA GPU or llvm_target"),
+        ({"llvm_target": "gfx1100"}, "llvm_target must be one of gfx908, gfx90a, gfx942, got 'gfx1100'"),
+        ({"llvm_target": ["gfx942"]}, "llvm_target must be one of"),
     ],
 )
-def test_a_description_whose_architecture_or_links_make_no_sense_is_refused(device, change, message):
+def test_a_description_names_one_architecture_that_is_known(change, message):
     with pytest.raises(UsageError, match=message):
-        device_from_mapping(device.to_mapping() | change)
+        device_from_mapping(MI300X.to_mapping() | change)
 
 
 @pytest.mark.parametrize(

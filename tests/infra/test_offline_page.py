@@ -209,17 +209,16 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     assert "5 runs added" in exported, "what has no estimate is measured all the same"
 
 
-def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(
-    planted, tmp_path, place, tmp_path_factory, shown
-):
-    out, folder, work = tmp_path / "out", place, tmp_path_factory.mktemp("work")
+def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, place, shown):
+    out, work = tmp_path / "out", tmp_path / "work"
+    work.mkdir()
     record_tests(work, passed=1)
     for number in range(2):
         (work / "number.txt").write_text(f"call {number}")
-        pack(work, folder, {})
+        pack(work, place, {})
         for _ in range(2):
-            assert "Tests:" not in shown(PAGE, f"results={folder}", f"out={out}")
-        unpacked = out / f"work-{slices_of(folder)[0].stem}"
+            assert "Tests:" not in shown(PAGE, f"results={place}", f"out={out}")
+        unpacked = out / f"work-{slices_of(place)[0].stem}"
         assert (unpacked / "number.txt").read_text() == f"call {number}"
     assert len(list(out.glob("work-*"))) == 2
 

@@ -269,10 +269,11 @@ def test_old_temporary_files_are_removed_and_young_ones_left(folder):
 
 def test_the_command_prints_what_it_merged(folder, shown, refused):
     fill(folder, range(3))
-    merged = shown("compact", "min_files=2", f"data={folder.root}")
+    data = f"data={folder.root}"
+    merged = shown("compact", "min_files=2", data)
     assert "15 files with 30 rows merged into 5; 0 replaced files deleted" in merged
     problem = "grace_s must be a number >= 0, got -1; min_files must be an integer >= 2, got 1"
-    assert problem in refused("compact", "min_files=1", "grace_s=-1")
+    assert problem in refused("compact", "min_files=1", "grace_s=-1", data)
 
 
 SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])
