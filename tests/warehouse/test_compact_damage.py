@@ -188,6 +188,15 @@ def test_a_planted_listing_hides_runs_until_the_next_compaction_and_deletes_none
     assert run_ids(folder) == ids([0, 1, 2, 9]) and note.exists()
 
 
+def test_a_listing_recovered_from_a_planted_merged_file_deletes_nothing_of_another_family(folder):
+    fill(folder, [0])
+    fill(folder, [9], family="mlp")
+    path = planted_merge(folder, [9], ["../family=mlp/J-000009"])
+    listing_file(folder, "runs", path.name).write_bytes(b"torn")
+    compact_at(folder, 0, 30, 60)
+    assert (folder.partition("runs", "mlp") / "J-000009.parquet").exists()
+
+
 def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):
     fill(folder, range(3))
     path = planted_merge(folder, [0], [])
