@@ -170,3 +170,15 @@ def test_text_mapping_and_object_mean_the_same(given, wanted):
 def test_a_long_text_is_refused(text):
     with pytest.raises(UsageError):
         parse_parallel(text * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "problem"),
+    [
+        ("adafactor", "optimizer=adafactor does not run on parameters that ranks share"),
+        ("ftrl", "optimizer must be one of adam"),
+    ],
+)
+def test_an_optimizer_of_a_sharded_config_is_known_and_runs_on_shards(optimizer, problem):
+    with pytest.raises(UsageError, match=problem):
+        mlp(parallel="fsdp=2", optimizer=optimizer)
