@@ -119,6 +119,7 @@ def own(family):
         ("cnn", "base_filters", {"low": 16, "high": 4096}, "high: base_filters must be <= 2048, got 4096"),
         ("mlp", "dropout", {"low": 0.1, "high": 1.5}, "high: dropout must be a number in [0, 1), got 1.5"),
         ("mlp", "linear_layers", {"low": 0, "high": 12}, "low: linear_layers must be an integer >= 2, got 0"),
+        ("diffusion", "base_channels", [40, 64], "base_channels must be a multiple of 32, got 40"),
         ("diffusion", "base_channels", {"low": 8, "high": 64}, "low: base_channels must be a multiple of 32, got 8"),
         (
             "gnn",
