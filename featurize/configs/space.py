@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from conf.errors import CommandError, UsageError, refuse
+from conf.errors import CommandError, UsageError, problem_of_value, refuse
 from featurize import families
 from featurize.configs.dimensions import Constant, Dimension, Range, Scalar, Space, is_number, own_space
 from featurize.configs.dimensions import parse_space as parse_space
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import TrialConfig
-from featurize.job.allowed_values import problem_of_value
 from featurize.job.training_settings import rules_of
 
 _TRIED_ON = 16  # configs that a value is tried on

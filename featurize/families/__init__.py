@@ -34,8 +34,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import require_one_of
-from featurize.job.allowed_values import BOOLEAN, Allowed
+from conf.errors import BOOLEAN, Allowed, require_one_of
 from featurize.job.training_settings import TrialConfig, rules_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from featurize.job.allowed_values import Allowed, is_finite
+from conf.errors import Allowed, is_finite
 from featurize.job.layers import Layer
 
 if TYPE_CHECKING:  # for families' annotations

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from conf.errors import COUNT, Allowed, integer
 from featurize.families import _parts as parts
-from featurize.job.allowed_values import COUNT, Allowed, integer
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import Rate, TrialConfig
 

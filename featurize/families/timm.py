@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
-from conf.errors import UsageError
+from conf.errors import COUNT, Allowed, UsageError
 from featurize.families import _parts as parts
-from featurize.job.allowed_values import COUNT, Allowed
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
 from featurize.nets.vision import import_library, near_names

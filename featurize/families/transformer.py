@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from conf.errors import one_of
 from featurize.families import _parts as parts
-from featurize.job.allowed_values import one_of
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import Activation, Rate, TrialConfig
 

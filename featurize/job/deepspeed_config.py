@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, shown
-from featurize.job.allowed_values import is_finite
+from conf.errors import UsageError, is_finite, shown
 
 ZERO_STAGES = (1, 2, 3)
 AUTO = "auto"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self
 
-from conf.errors import UsageError, shown
-from featurize.job.allowed_values import BOOLEAN, Allowed, is_finite, one_of
+from conf.errors import BOOLEAN, Allowed, UsageError, is_finite, one_of, shown
 from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours

@@ -13,8 +13,18 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypedDict, get_type_hints
 
-from conf.errors import UsageError, refuse, shown, unknown_name
-from featurize.job.allowed_values import BOOLEAN, COUNT, Allowed, is_finite, one_of, problem_of_value
+from conf.errors import (
+    BOOLEAN,
+    COUNT,
+    Allowed,
+    UsageError,
+    is_finite,
+    one_of,
+    problem_of_value,
+    refuse,
+    shown,
+    unknown_name,
+)
 from featurize.job.layout import Parallel, parse_parallel
 
 IMPLEMENTATIONS = ("foreach", "fused", "loop")
