@@ -207,10 +207,14 @@ def keep(
     return ended._replace(left=left, stayed=stayed)
 
 
-def wakes_on_exit() -> tuple[int, int]:
-    """Return a pipe that becomes readable when a child ends; ignore signals that other processes handle."""
+def _ignore_signals() -> None:
     for number in _ENDED_BY_OTHERS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def wakes_on_exit() -> tuple[int, int]:
+    """Return a pipe that becomes readable when a child ends; ignore signals that other processes handle."""
+    _ignore_signals()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -276,6 +280,7 @@ def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> No
     """
     os.set_inheritable(control, False)
     caller = os.getppid()
+    _ignore_signals()  # also while it imports
     hello = prepare() or {}
     with socket.socket(fileno=control) as channel:
         try:

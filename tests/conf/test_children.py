@@ -171,6 +171,14 @@ def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, m
     assert not server.lives()
 
 
+def test_a_server_that_still_imports_leaves_signals_to_its_caller(tmp_path):
+    (tmp_path / "signalled.py").write_text(
+        "import os, signal\n\ndef prepare():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    with local_server("signalled:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)}) as server:
+        server.hello()
+
+
 def test_a_child_runs_in_a_control_group_of_its_own_where_one_can_be_made(base):
     group = containment._own_group()
     if group is None or subprocess.run(["mkdir", group / "probe"], capture_output=True).returncode:
