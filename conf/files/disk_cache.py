@@ -22,8 +22,10 @@ from typing import Any
 
 from conf.files.identity import version_of
 
-with contextlib.suppress(ModuleNotFoundError):  # environments of a comparison need not have it
+try:
     import msgpack
+except ModuleNotFoundError:  # environments of a comparison need not have it
+    msgpack = None
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
@@ -145,7 +147,7 @@ def user_cache() -> DiskCache | None:
 
 @functools.cache
 def _cache_at(given: str | None, *_: str | None) -> DiskCache | None:
-    if given == "off" or find_spec("msgpack") is None:
+    if given == "off" or msgpack is None:
         return None
     with contextlib.suppress(RuntimeError):
         folder = Path(given).expanduser() if given else user_folder()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeGuard
 
-from conf.errors import UsageError, collected, refuse
+from conf.errors import UsageError, collected, is_finite, refuse
 from featurize import families
 from featurize.configs.trial import canonical_json, code_fields
 
@@ -241,6 +241,4 @@ def _is_scalar(value: Any) -> bool:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a value is a finite number that the queue and the warehouse can store."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -_LARGEST <= value <= _LARGEST if isinstance(value, int) else math.isfinite(value)
+    return is_finite(value) and (isinstance(value, float) or abs(value) <= _LARGEST)

@@ -53,7 +53,8 @@ def get_family(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def key_rules(family: str) -> dict[str, tuple[Allowed, ...]]:
+@functools.cache  # needed for each value of a search space
+def key_rules(family: str) -> Mapping[str, tuple[Allowed, ...]]:
     """Return the keys of a family's search space, each with its allowed values: the fields of its config, and keys that
     only `repaired` consumes. A family with `dropout` also has the switch `use_dropout`."""
     module = get_family(family)

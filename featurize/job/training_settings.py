@@ -386,7 +386,7 @@ _BOOLEANS = (
     "float8_all_gather",
 )
 _RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
-    (_BOOLEANS, lambda value: isinstance(value, bool), "is true or false"),
+    (_BOOLEANS, BOOLEAN.fit, "is true or false"),
     (
         ["compile"],
         lambda value: isinstance(value, bool) or value in COMPILE_MODES,
