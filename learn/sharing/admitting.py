@@ -165,42 +165,34 @@ class MemoryNeed:
 
 
 def overflow_probability(
-    needs: Sequence[MemoryNeed], memory_mib: float, *, present: Sequence[MemoryNeed] = (), used_mib: float = 0.0
+    need: MemoryNeed, memory_mib: float, *, present: Sequence[MemoryNeed] = (), used_mib: float = 0.0
 ) -> float:
     """Return the probability that jobs need more than the memory, if their errors are independent.
 
     It is 0 where all bounds fit together, and 1 where the lowest quantiles do not.
 
     Args:
-        needs: Needs of the new jobs.
+        need: Need of the new job.
         memory_mib: Memory that all jobs together can use.
         present: Needs of the present jobs.
         used_mib: Memory measured now; the present jobs take at least that much.
     """
-    if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
+    bounds_mib = sum(other.bound_mib for other in present)
+    if max(used_mib, bounds_mib) + need.bound_mib <= memory_mib:
         return 0.0
-    least = sum(need.quantiles[0][1] for need in needs)
-    if max(used_mib, sum(need.quantiles[0][1] for need in present)) + least > memory_mib:
+    least_mib = sum(other.quantiles[0][1] for other in present)
+    if max(used_mib, least_mib) + need.quantiles[0][1] > memory_mib:
         return 1.0
-    if len(needs) == 1 and _sum_of_bounds(present) <= used_mib:
-        return float(needs[0].exceeds(memory_mib - used_mib))
+    if bounds_mib <= used_mib:
+        return float(need.exceeds(memory_mib - used_mib))
     cell = memory_mib / _CELLS
     total = np.ones(1)
-    for need in present:
-        total = _add(total, need, cell)
-    floor = math.ceil(used_mib / cell)
-    if floor:
-        raised = np.zeros(max(floor + 1, len(total)))
-        raised[floor : len(total)] = total[floor:]
-        raised[floor] += total[:floor].sum()
-        total = raised[: _CELLS + 1]
-    for need in needs:
-        total = _add(total, need, cell)
+    for other in present:
+        total = _add(total, other, cell)
+    used = math.ceil(used_mib / cell)
+    total = np.concatenate([np.zeros(used), [total[: used + 1].sum()], total[used + 1 :]])
+    total = _add(total, need, cell)
     return float(min(1.0, max(0.0, 1.0 - total.sum())))
-
-
-def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
-    return sum(need.bound_mib for need in needs)
 
 
 def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
@@ -278,7 +270,7 @@ def admit(
     jobs = [known(each_job, gpu_state.device, data) for each_job in (job, *gpu_state.jobs)]
     need, *needs = map(need_of, jobs, names)
     used_mib, coverage = gpu_state.used_mib or 0.0, min(each_need.coverage for each_need in (need, *needs))
-    overflow = overflow_probability([need], gpu_state.memory_mib, present=needs, used_mib=used_mib)
+    overflow = overflow_probability(need, gpu_state.memory_mib, present=needs, used_mib=used_mib)
     bound_mib = max(used_mib, sum(each_need.bound_mib for each_need in needs)) + need.bound_mib
     slowdowns, unknown = _slowdowns(list(map(profile_of, jobs, names)), estimator or default_slowdowns(data))
     figures, level = f"{bound_mib:,.0f} of {gpu_state.memory_mib:,.0f} MiB", f"{100 * coverage:g} % level"

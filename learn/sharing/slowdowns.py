@@ -339,7 +339,6 @@ _FIRMNESS = 3e-3
 _TOLERANCE = 0.02  # in normalised speed; larger deviations count in proportion, not squared
 _STEPS = 200
 _ROW_FIRMNESS = 1.0  # strength of the ridge, in rows, that pulls a job's figure towards 0
-_ROUNDS = 30
 
 
 @dataclass(frozen=True)
@@ -359,26 +358,26 @@ class KnownJobs:
 
     @classmethod
     def fitted(cls, groups: Sequence[MeasuredGroup]) -> KnownJobs:
-        """Fit to measured groups, each figure by ridge regression in turns."""
+        """Fit to measured groups, all figures together by ridge regression."""
+        from sklearn.feature_extraction import DictVectorizer
+        from sklearn.linear_model import Ridge
+
         logs_by_group: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
         for group in groups:
             for place, slowdown in enumerate(group.slowdowns):
                 logs_by_group[_key(group.jobs, place)].append(float(np.log(max(1.0, slowdown))))
         medians = {key: float(np.median(values)) for key, values in sorted(logs_by_group.items())}
         middle = float(np.mean(list(medians.values())))
-        suffers: dict[str, float] = {}
-        costs: dict[str, float] = {}
-        for _ in range(_ROUNDS):
-            for is_own in (True, False):
-                residuals: dict[str, list[float]] = defaultdict(list)
-                for (name, partners), value in medians.items():
-                    expected = middle + suffers.get(name, 0.0) + sum(costs.get(partner, 0.0) for partner in partners)
-                    table = suffers if is_own else costs
-                    for job in (name,) if is_own else partners:
-                        residuals[job].append(value - expected + table.get(job, 0.0))
-                fresh = {job: sum(values) / (len(values) + _ROW_FIRMNESS) for job, values in residuals.items()}
-                suffers, costs = (fresh, costs) if is_own else (suffers, fresh)
-        return cls(middle, suffers, costs, medians)
+        vectorizer = DictVectorizer()
+        members = vectorizer.fit_transform(
+            [Counter([("suffers", name), *(("costs", partner) for partner in partners)]) for name, partners in medians]
+        )
+        ridge = Ridge(alpha=_ROW_FIRMNESS, fit_intercept=False, solver="lsqr", tol=1e-9)
+        ridge.fit(members, np.array(list(medians.values())) - middle)
+        figures: dict[str, dict[str, float]] = {"suffers": {}, "costs": {}}
+        for (kind, name), figure in zip(vectorizer.feature_names_, ridge.coef_.tolist(), strict=True):
+            figures[kind][name] = figure
+        return cls(middle=middle, groups=medians, **figures)
 
     def knows(self, group: Sequence[JobProfile]) -> bool:
         """Return whether every job of the group was measured beside others."""
@@ -499,35 +498,22 @@ def _measured_slowdowns(groups: Sequence[MeasuredGroup]) -> np.ndarray:
 
 def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFormula:
     """Fit the formula to normalised speeds; every model has equal weight, whatever its number of groups."""
-    import torch
+    from scipy.optimize import minimize
 
     models = [model for group in groups for model in group.models]
     counts = Counter(models)
-    weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
-    weights = weights / weights.sum()
-    own_load, others, own_memory, others_memory = torch.tensor(loads_of(group.jobs for group in groups)).unbind(1)
-    speed = torch.tensor(1.0 / _measured_slowdowns(groups))
-    start = torch.tensor(_START, dtype=torch.float64)
-    values = start.clone().requires_grad_()
-    has_bandwidth = 1.0 if form == "time_and_bandwidth" else 0.0
-    search = torch.optim.LBFGS([values], max_iter=_STEPS, line_search_fn="strong_wolfe")
+    weights = np.array([1.0 / counts[model] for model in models])
+    loads, speed = loads_of(group.jobs for group in groups), 1.0 / _measured_slowdowns(groups)
 
-    def loss() -> torch.Tensor:
-        search.zero_grad()
-        own_share, others_share, sharpness, bandwidth = values.exp()
-        waits = (
-            torch.nn.functional.softplus(sharpness * (own_share * own_load + others_share * others - 1.0)) / sharpness
-        )
-        slowdown = 1.0 + waits + has_bandwidth * bandwidth * own_memory * others_memory
-        off = 1.0 / slowdown - speed
-        total = (weights * (torch.sqrt(off**2 + _TOLERANCE**2) - _TOLERANCE)).sum()
-        total = total + _FIRMNESS * ((values - start) ** 2).sum()
-        total.backward()
-        return total
+    def formula(logs: np.ndarray) -> ContentionFormula:
+        own, others, sharpness, bandwidth = np.exp(logs).tolist()
+        return ContentionFormula(own, others, sharpness, bandwidth if form == "time_and_bandwidth" else 0.0)
 
-    search.step(loss)
-    own_share, others_share, sharpness, bandwidth = values.detach().exp().tolist()
-    return ContentionFormula(own_share, others_share, sharpness, bandwidth * has_bandwidth)
+    def error(logs: np.ndarray) -> float:
+        off = np.sqrt((1.0 / formula(logs).slowdown(loads) - speed) ** 2 + _TOLERANCE**2) - _TOLERANCE
+        return float(np.average(off, weights=weights) + _FIRMNESS * ((logs - _START) ** 2).sum())
+
+    return formula(minimize(error, np.array(_START), options={"maxiter": _STEPS}).x)
 
 
 def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
@@ -567,17 +553,13 @@ def _spread(expected: np.ndarray, measured: np.ndarray) -> float:
 
 
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
-    """Return the spread of known jobs in left-out groups: each device in turn, or every second group where there is one
-    device."""
-    devices = sorted({group.device for group in groups})
-    parts = [[group for group in groups if group.device == device] for device in devices]
-    if len(parts) < 2:
-        parts = [list(groups[::2]), list(groups[1::2])]
+    """Return the spread of known jobs in left-out groups: each device in turn, or every second group where the others
+    are too few to fit on."""
+    halves = groups[::2], groups[1::2]
     expected, measured = [], []
-    for part in parts:
-        outside = set(map(id, part))
-        known = KnownJobs.fitted([group for group in groups if id(group) not in outside])
-        for group in [group for group in part if known.knows(group.jobs)]:
+    for inside, outside in left_out_parts(groups, "device") or [halves, halves[::-1]]:
+        known = KnownJobs.fitted(inside)
+        for group in [group for group in outside if known.knows(group.jobs)]:
             expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
             measured += [max(1.0, slowdown) for slowdown in group.slowdowns]
     return _spread(np.array(expected), np.array(measured)) if expected else 1.0
