@@ -135,9 +135,10 @@ def one_of(choices: Iterable[Any]) -> Allowed:
     return Allowed(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
 
-def integer(least: int) -> Allowed:
-    """Return the rule of an integer from `least` on."""
-    return Allowed(lambda value: type(value) is int and value >= least, f"an integer >= {least}")
+def integer(least: int, most: float = math.inf) -> Allowed:
+    """Return the rule of an integer from `least` to `most`."""
+    words = f">= {least}" if most == math.inf else f"from {least} to {most}"
+    return Allowed(lambda value: type(value) is int and least <= value <= most, f"an integer {words}")
 
 
 def at_most(most: int) -> Allowed:

@@ -138,8 +138,6 @@ MOST_CHARACTERS = 200_000
 MOST_DEPTH = 8
 MOST_VALUES = 20_000
 MOST_INTEGER = 2**31 - 1
-MOST_REPEATS = 10_000
-_REPEATED = ("depth", "bottom_depth", "top_depth", "levels", "blocks")  # fields that count repeated parts
 _LONG_NUMBER = re.compile(r"\d{16,}")
 # Exceptions of parsing and checking unchecked values.
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -217,8 +215,6 @@ def _plain(text: object) -> Mapping[str, Any]:
     for name, value in values.items():
         if isinstance(value, str) and value.lstrip().startswith("{"):
             _parse(value, name)  # YAML that people type into this field is stored as JSON
-        if name in _REPEATED and isinstance(value, int) and value > MOST_REPEATS:
-            raise UnreadableConfig(f"{name} must be at most {MOST_REPEATS:,}, got {value}")
     return values
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from conf.errors import COUNT, at_most, one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Activation, Rate, TrialConfig
+from featurize.job.training_settings import Activation, Rate, Repeats, TrialConfig
 
 PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
 TOPOLOGIES = (*PLAIN, "residual", "dense")
@@ -36,7 +36,7 @@ class Config(TrialConfig):
     channels: int
     classes: int
     base_filters: Annotated[int, COUNT, at_most(MAX_FILTERS)]
-    depth: int
+    depth: Repeats
     topology: Annotated[str, one_of(TOPOLOGIES)] = "pyramid"
     kernel_size: int = 3
     dilation: int = 1

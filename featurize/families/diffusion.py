@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from conf.errors import COUNT, Allowed, integer
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Rate, TrialConfig
+from featurize.job.training_settings import Rate, Repeats, TrialConfig
 
 GROUPS = 32  # groups of every group norm: all widths are multiples
 _WHOLE_GROUPS = Allowed(lambda channels: channels % GROUPS == 0, f"a multiple of {GROUPS}")
@@ -34,7 +34,7 @@ class Config(TrialConfig):
     channels: int
     base_channels: Annotated[int, COUNT, _WHOLE_GROUPS]
     levels: int
-    blocks: int
+    blocks: Repeats
     widest: int = 4
     attention_size: Annotated[int, integer(0)] = 16
     attention_size_min: int = 1
@@ -211,5 +211,5 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     parts.round_down(values, "base_channels", GROUPS)
     width, heads = values.get("base_channels"), values.get("heads")
     if parts.is_integer(width) and parts.is_integer(heads) and heads > 0:
-        values["heads"] = next(n for n in range(heads, 0, -1) if n == 1 or width % (MIN_HEAD * n) == 0)
+        values["heads"] = next(n for n in range(min(heads, width), 0, -1) if n == 1 or width % (MIN_HEAD * n) == 0)
     return values

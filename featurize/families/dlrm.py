@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from conf.errors import COUNT, Allowed, integer
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig
+from featurize.job.training_settings import MOST_REPEATS, Repeats, TrialConfig
 
 # Keys of the search space that `repair` consumes to make `rows`.
-SAMPLED_ONLY = {"tables": COUNT, "smallest_table": COUNT, "largest_table": COUNT}
+SAMPLED_ONLY = {"tables": integer(1, MOST_REPEATS), "smallest_table": COUNT, "largest_table": COUNT}
 SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would accumulate every row ever seen
 
 
@@ -39,9 +39,9 @@ class Config(TrialConfig):
     embedding_size: int
     bag_size: int
     bottom_width: int
-    bottom_depth: Annotated[int, integer(0)]
+    bottom_depth: Annotated[int, integer(0, MOST_REPEATS)]
     top_width: int
-    top_depth: int
+    top_depth: Repeats
     sparse_gradients: bool = False
 
     def __post_init__(self) -> None:
@@ -126,8 +126,9 @@ def loss(config: Config) -> Callable[..., Any]:
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
     """Make `rows` from `tables`: one table has `largest_table` rows, the others between `smallest_table` and it, drawn
     evenly on a log scale. Gradients are dense where the optimizer does not support sparse ones."""
-    tables, low, high = (values.pop(name, None) for name in SAMPLED_ONLY)
-    if "rows" not in values and all(parts.is_integer(n) and n > 0 for n in (tables, low, high)):
+    sampled = {name: values.pop(name, None) for name in SAMPLED_ONLY}
+    if "rows" not in values and all(rule.fit(sampled[name]) for name, rule in SAMPLED_ONLY.items()):
+        tables, low, high = sampled.values()
         low = min(low, high)
         sizes = [round(low * (high / low) ** draw(f"table {i}")) for i in range(1, tables)]
         values["rows"] = (high, *sizes)

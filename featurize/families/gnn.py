@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from conf.errors import one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Activation, Rate, TrialConfig
+from featurize.job.training_settings import Activation, Rate, Repeats, TrialConfig
 
 OPERATORS = ("gcn", "sage", "gat")
 MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
@@ -30,7 +30,7 @@ class Config(TrialConfig):
     features: int
     classes: int
     hidden: int
-    depth: int
+    depth: Repeats
     operator: Annotated[str, one_of(OPERATORS)] = "gcn"
     heads: int = 1
     activation: Activation = "relu"

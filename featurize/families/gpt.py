@@ -13,7 +13,7 @@ from typing import Annotated
 from conf.errors import one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Rate, TrialConfig
+from featurize.job.training_settings import Rate, Repeats, TrialConfig
 
 PROJECTIONS = ("conv1d", "linear")
 ACTIVATIONS = ("gelu", "gelu_new")
@@ -32,7 +32,7 @@ class Config(TrialConfig):
     sequence_length: int
     embedding_size: int
     heads: int
-    depth: int
+    depth: Repeats
     feed_forward: int
     projection: Annotated[str, one_of(PROJECTIONS)] = "conv1d"
     activation: Annotated[str, one_of(ACTIVATIONS)] = "gelu"

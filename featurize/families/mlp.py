@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from conf.errors import integer, one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Activation, Rate, TrialConfig
+from featurize.job.training_settings import MOST_REPEATS, Activation, Rate, Repeats, TrialConfig
 
 TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
-SAMPLED_ONLY = {"linear_layers": integer(2)}  # consumed by `repair`
+SAMPLED_ONLY = {"linear_layers": integer(2, MOST_REPEATS)}  # consumed by `repair`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config(TrialConfig):
 
     input_size: int
     classes: int
-    depth: int
+    depth: Repeats
     topology: Annotated[str, one_of(TOPOLOGIES)] = "pyramid"
     activation: Activation = "relu"
     batch_norm: bool = False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from conf.errors import Allowed, is_finite, one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Rate, TrialConfig
+from featurize.job.training_settings import Rate, Repeats, TrialConfig
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Config(TrialConfig):
     sequence_length: int
     embedding_size: int
     heads: int
-    depth: int
+    depth: Repeats
     feed_forward: int
     experts: int
     top_k: Annotated[int, one_of((1, 2))] = 2

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from conf.errors import one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Rate, TrialConfig
+from featurize.job.training_settings import Rate, Repeats, TrialConfig
 
 GATES = {"lstm": 4, "gru": 3}
 TASKS = ("classify_last", "classify_mean", "language_model")
@@ -30,7 +30,7 @@ class Config(TrialConfig):
     sequence_length: int
     embedding_size: int
     hidden_size: int
-    depth: int
+    depth: Repeats
     cell: Annotated[str, one_of(GATES)] = "lstm"
     task: Annotated[str, one_of(TASKS)] = "classify_last"
     classes: int = 2

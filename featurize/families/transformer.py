@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from conf.errors import one_of
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Activation, Rate, TrialConfig
+from featurize.job.training_settings import Activation, Rate, Repeats, TrialConfig
 
 TOPOLOGIES = ("encoder", "decoder", "hybrid")
 SAMPLED_ONLY = parts.SAMPLED_ONLY
@@ -32,7 +32,7 @@ class Config(TrialConfig):
     sequence_length: int
     embedding_size: int
     heads: int
-    depth: int
+    depth: Repeats
     feed_forward: int
     classes: int
     topology: Annotated[str, one_of(TOPOLOGIES)] = "encoder"

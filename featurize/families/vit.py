@@ -12,7 +12,7 @@ from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import Rate, TrialConfig
+from featurize.job.training_settings import Rate, Repeats, TrialConfig
 
 SAMPLED_ONLY = parts.SAMPLED_ONLY
 
@@ -28,7 +28,7 @@ class Config(TrialConfig):
     classes: int
     embedding_size: int
     heads: int
-    depth: int
+    depth: Repeats
     feed_forward: int
     channels: int = 3
     dropout: Rate = 0.0

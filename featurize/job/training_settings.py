@@ -18,6 +18,7 @@ from conf.errors import (
     COUNT,
     Allowed,
     UsageError,
+    integer,
     is_finite,
     one_of,
     problem_of_value,
@@ -88,6 +89,8 @@ ACTIVATIONS = (
 
 
 Activation = Annotated[str, one_of(ACTIVATIONS)]
+MOST_REPEATS = 10_000  # of a part: more would fill the memory of whoever only reads the config
+Repeats = Annotated[int, integer(1, MOST_REPEATS)]
 Rate = Annotated[float, Allowed(lambda value: is_finite(value) and 0 <= value < 1, "a number in [0, 1)")]
 
 

@@ -67,7 +67,7 @@ FAMILY = {
         steps=_MLPS,
         recomputes=tuple(dict(topology=topology) for topology in mlp.TOPOLOGIES),
         refused=(
-            (dict(depth=0), "depth must be an integer >= 1, got 0"),
+            (dict(depth=0), "depth must be an integer from 1 to 10000, got 0"),
             (dict(topology="cube"), "topology must be one of pyramid, uniform, bottleneck, gradual, got 'cube'"),
             (dict(dropout=1.0), r"dropout must be a number in \[0, 1\), got 1.0"),
             (dict(batch_size=1, batch_norm=True), "batch_size must be >= 2 with batch_norm, got 1"),
