@@ -26,6 +26,7 @@ __all__ = [
     "is_finite",
     "kept_from_exit",
     "one_of",
+    "optional",
     "problem_of_value",
     "refuse",
     "require_known",
@@ -135,6 +136,11 @@ def one_of(choices: Iterable[Any]) -> Allowed:
     return Allowed(lambda value: value in known, f"one of {', '.join(map(str, known))}")
 
 
+def optional(rule: Allowed) -> Allowed:
+    """Return the rule of a value that may also be None."""
+    return Allowed(lambda value: value is None or rule.fit(value), rule.words)
+
+
 def integer(least: int, most: float = math.inf) -> Allowed:
     """Return the rule of an integer from `least` to `most`."""
     words = f">= {least}" if most == math.inf else f"from {least} to {most}"
@@ -154,5 +160,5 @@ def problem_of_value(name: str, value: Any, rules: Iterable[Allowed]) -> str | N
     """Return `batch_size must be an integer >= 1, got 0` for a value that breaks a rule, else None."""
     for rule in rules:
         if not rule.fit(value):
-            return f"{name} must be {rule.words}, got {value!r}"
+            return f"{name} must be {rule.words}, got {shown(value)}"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypedDict, get_type_hints
@@ -21,10 +21,10 @@ from conf.errors import (
     integer,
     is_finite,
     one_of,
+    optional,
     problem_of_value,
     refuse,
     shown,
-    unknown_name,
 )
 from featurize.job.layout import Parallel, parse_parallel
 
@@ -132,9 +132,7 @@ class TrialConfig:
     def problems_of_values(self) -> list[str]:
         """Return the problem of each field whose value is not allowed. A subclass extends it for a field that its
         annotation cannot describe."""
-        config: type = type(self)
-        checked = [problem_of_value(name, getattr(self, name), rules) for name, rules in rules_of(config).items()]
-        return [problem for problem in checked if problem is not None]
+        return problems_of_fields(self)
 
     def problems(self) -> Iterable[str]:
         """Return problems between fields, such as two values that exclude each other. Each alone is allowed."""
@@ -183,6 +181,13 @@ def rules_of(config: type) -> Mapping[str, tuple[Allowed, ...]]:
     }
 
 
+def problems_of_fields(settings: TrialConfig | Training) -> list[str]:
+    """Return the problem of each field whose value is not allowed."""
+    kind: type = type(settings)
+    checked = [problem_of_value(name, getattr(settings, name), rules) for name, rules in rules_of(kind).items()]
+    return [problem for problem in checked if problem is not None]
+
+
 # Precisions with weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
 ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
@@ -196,6 +201,15 @@ FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.floa
 # or the whole step as CUDA graphs.
 EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
+_POSITIVE = Allowed(lambda value: is_finite(value) and value > 0, "a number > 0")
+_NUMBER = Allowed(lambda value: is_finite(value) and value >= 0, "a number >= 0")
+_NAMES = Allowed(
+    lambda value: isinstance(value, tuple | list) and all(isinstance(name, str) for name in value),
+    "a list of modules' names",
+)
+_COMPILE = Allowed(
+    lambda value: isinstance(value, bool) or value in COMPILE_MODES, f"true, false or one of {', '.join(COMPILE_MODES)}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,48 +260,38 @@ class Training:
         UsageError: A value is unknown, or two settings exclude each other.
     """
 
-    optimizer: str = "adam"
-    precision: str = "fp32"
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adam"
+    precision: Annotated[str, one_of(ALL_PRECISIONS)] = "fp32"
     cudnn_benchmark: bool = False
     channels_last: bool = False
-    implementation: str | None = None
-    weight_decay: float | None = None
+    implementation: Annotated[str | None, optional(one_of(IMPLEMENTATIONS))] = None
+    weight_decay: Annotated[float | None, optional(_NUMBER)] = None
     accumulation: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
+    clip_norm: Annotated[float | None, optional(_POSITIVE)] = None
+    clip_value: Annotated[float | None, optional(_POSITIVE)] = None
     set_to_none: bool = True
-    zero_grad: str = "before_forward"
+    zero_grad: Annotated[str, one_of(("before_forward", "after_forward"))] = "before_forward"
     holds_output: bool = True
-    grad_scaler: bool | None = None
+    grad_scaler: Annotated[bool | None, Allowed(optional(BOOLEAN).fit, "true, false or null")] = None
     ema: bool = False
     optimizer_in_backward: bool = False
-    checkpointing: str | None = None
+    checkpointing: Annotated[str | None, optional(one_of(CHECKPOINTING))] = None
     checkpoint_every: int = 1
     checkpoint_reentrant: bool = False
     offload_activations: bool = False
     offload_optimizer: bool = False
-    compile: bool | str = False
-    framework: str | None = None
-    float8: str | None = None
-    float8_skip: tuple[str, ...] | None = None
+    compile: Annotated[bool | str, _COMPILE] = False
+    framework: Annotated[str | None, optional(one_of(FRAMEWORKS))] = None
+    float8: Annotated[str | None, optional(one_of(FLOAT8_RECIPES))] = None
+    float8_skip: Annotated[tuple[str, ...] | None, optional(_NAMES)] = None
     float8_all_gather: bool = False
-    quantize: str | None = None
-    quantize_skip: tuple[str, ...] | None = None
+    quantize: Annotated[str | None, optional(one_of(QUANTIZATIONS))] = None
+    quantize_skip: Annotated[tuple[str, ...] | None, optional(_NAMES)] = None
     quantize_keeps_inputs: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if not (value is None and name in _MAY_BE_NONE) and not (isinstance(value, str) and value in known):
-                raise unknown_name(name, value, known)
-        wrong = [
-            f"{name} {rule}, got {shown(getattr(self, name))}"
-            for names, holds, rule in _RULES
-            for name in names
-            if not holds(getattr(self, name))
-        ]
-        refuse([*wrong, *self._exclusions()])
-        for name in _LISTS:
+        refuse(problems_of_fields(self) or self._exclusions())
+        for name in ("float8_skip", "quantize_skip"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
 
@@ -361,58 +365,6 @@ class Training:
             if given := [name for name, value in others.items() if value]:
                 problems.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
         return problems
-
-
-_CHOICES = {
-    "optimizer": OPTIMIZERS,
-    "precision": ALL_PRECISIONS,
-    "implementation": IMPLEMENTATIONS,
-    "checkpointing": CHECKPOINTING,
-    "zero_grad": ("before_forward", "after_forward"),
-    "framework": FRAMEWORKS,
-    "float8": FLOAT8_RECIPES,
-    "quantize": QUANTIZATIONS,
-}
-_MAY_BE_NONE = ("implementation", "checkpointing", "framework", "float8", "quantize")
-_LISTS = ("float8_skip", "quantize_skip")
-_BOOLEANS = (
-    "cudnn_benchmark",
-    "channels_last",
-    "set_to_none",
-    "ema",
-    "optimizer_in_backward",
-    "checkpoint_reentrant",
-    "offload_activations",
-    "offload_optimizer",
-    "quantize_keeps_inputs",
-    "holds_output",
-    "float8_all_gather",
-)
-_RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
-    (_BOOLEANS, BOOLEAN.fit, "is true or false"),
-    (
-        ["compile"],
-        lambda value: isinstance(value, bool) or value in COMPILE_MODES,
-        f"is true, false or one of {', '.join(COMPILE_MODES)}",
-    ),
-    (["grad_scaler"], lambda value: value is None or isinstance(value, bool), "is true, false or null"),
-    (
-        ["accumulation", "checkpoint_every"],
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-        "must be an integer >= 1",
-    ),
-    (
-        ["clip_norm", "clip_value"],
-        lambda value: value is None or (is_finite(value) and value > 0),
-        "must be a number > 0",
-    ),
-    (
-        _LISTS,
-        lambda value: value is None or (isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)),
-        "is a list of modules' names",
-    ),
-    (["weight_decay"], lambda value: value is None or (is_finite(value) and value >= 0), "must be a number >= 0"),
-)
 
 
 TrainingSettings: TypeAlias = Training | TrialConfig  # a trial config has the first four fields only
