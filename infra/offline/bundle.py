@@ -7,7 +7,6 @@ another Python than this one.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import itertools
 import json
 import lzma
@@ -128,7 +127,6 @@ def bundle(settings: BundleSettings) -> list[str]:
             "expects": sorted(expects),
             "archives": archives,
         }
-        manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         for part in (work / "parts").iterdir():
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             shutil.copyfile(LAUNCHER, part / "offline.py")

@@ -17,10 +17,10 @@ import tarfile
 import tempfile
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
-INSTALLED = "bundle.json"  # file in an installed archive that identifies the bundle
-PARTIAL = "partial"  # archive in the target that is being unpacked
+PARTIAL = ".partial"  # end of the name of an archive in the target that is being unpacked
+ARCHIVE = re.compile(r"[a-z]+-[0-9a-f]{16}(\.partial)?")
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
@@ -62,7 +62,7 @@ def main(argv: "list[str]") -> int:
         for line in install(target, manifest, folders):
             print(line, flush=True)
         if not unknown:
-            start(target, [argv[0], *others])
+            start(target, manifest, [argv[0], *others])
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -93,24 +93,32 @@ def read_manifest(part: str) -> "dict[str, Any]":
     return manifest
 
 
+def places(target: str, manifest: "dict[str, Any]") -> "dict[str, str]":
+    """Return the folder of each archive in the target, named by its content: bundles may lie beside each other."""
+    archives = manifest["archives"].items()
+    return {name: os.path.join(target, name + "-" + archive["sha256"][:16]) for name, archive in archives}
+
+
 def install(target: str, manifest: "dict[str, Any]", folders: "list[str]") -> "list[str]":
     """Check everything, then unpack missing archives into the target; return lines to print.
 
     An archive appears in the target whole or not at all.
     """
-    check_target(target, manifest)
+    if os.path.exists(target) and not (os.path.isdir(target) and all(map(ARCHIVE.fullmatch, os.listdir(target)))):
+        raise Problem(f"{target} is not empty and holds no install; name another folder with target=")
     check_machine(manifest)
-    archives = {
-        name: archive
-        for name, archive in manifest["archives"].items()
-        if not os.path.isdir(os.path.join(target, name)) and not (name == "numpy" and on_machine(name))
+    missing = {
+        name: place
+        for name, place in places(target, manifest).items()
+        if not os.path.isdir(place) and not (name == "numpy" and on_machine(name))
     }
-    if not archives:
+    if not missing:
         return [f"{target} holds all of the bundle"]
-    if "core" in archives:
+    if "core" in missing:
         check_torch(manifest)
     paths = {}
-    for name, archive in archives.items():
+    for name in missing:
+        archive = manifest["archives"][name]
         candidates = [os.path.join(folder, name + ".tar.xz") for folder in folders]
         here = [path for path in candidates if os.path.exists(path)]
         if here:
@@ -124,33 +132,16 @@ def install(target: str, manifest: "dict[str, Any]", folders: "list[str]") -> "l
             raise Problem(f"{archive['part']} is missing; it holds {NEEDED[name]}; name its folder with parts=")
 
     lines = []
-    stage = os.path.join(target, PARTIAL)
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # type: dict[str, Any]
     for name, path in paths.items():
+        stage = missing[name] + PARTIAL
         shutil.rmtree(stage, ignore_errors=True)
         with tarfile.open(path, "r:xz") as content:
             content.extractall(stage, **options)
-        with open(os.path.join(stage, INSTALLED), "w", encoding="utf-8") as file:
-            json.dump({"bundle": manifest["bundle"]}, file)
-        os.rename(stage, os.path.join(target, name))
-        packages = sorted(archives[name]["packages"].items())
+        os.rename(stage, missing[name])
+        packages = sorted(manifest["archives"][name]["packages"].items())
         lines.append(f"installed {name}: " + ", ".join(f"{package} {version}" for package, version in packages))
     return lines
-
-
-def check_target(target: str, manifest: "dict[str, Any]") -> None:
-    """Raise `Problem` if the target holds another bundle or other files."""
-    installed = os.path.join(target, "core", INSTALLED)
-    if os.path.exists(installed):
-        try:
-            with open(installed, encoding="utf-8") as file:
-                bundle = json.load(file)["bundle"]
-        except (OSError, ValueError, KeyError) as error:
-            raise Problem(f"{target} cannot be used as target: {INSTALLED}: {error}") from error
-        if bundle != manifest["bundle"]:
-            raise Problem(f"{target} holds another bundle; name another folder with target=")
-    elif os.path.exists(target) and not (os.path.isdir(target) and set(os.listdir(target)) <= {PARTIAL}):
-        raise Problem(f"{target} is not empty and holds no install; name another folder with target=")
 
 
 def file_sha256(path: "str | os.PathLike[str]") -> str:
@@ -224,10 +215,11 @@ def on_machine(distribution: str) -> bool:
     return True
 
 
-def start(target: str, arguments: "list[str]") -> None:
+def start(target: str, manifest: "dict[str, Any]", arguments: "list[str]") -> None:
     """Replace this process by the step, so that it gets signals and sets the exit code."""
-    sites = [os.path.join(target, name, "site") for name in ("core", "numpy", "ray")]
-    paths = [*filter(os.path.isdir, sites), os.path.join(target, "core", "source")]
+    archives = places(target, manifest)
+    sites = [os.path.join(place, "site") for place in archives.values()]
+    paths = [*filter(os.path.isdir, sites), os.path.join(archives["core"], "source")]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1")

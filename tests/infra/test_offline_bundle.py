@@ -191,11 +191,11 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     done = offline(folder / "part-1", "install", f"target={target}", f"parts={folder / 'part-1'}")
     assert done.returncode == 0, done.stderr
     assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray" not in done.stdout
-    site, source = target / "core" / "site", target / "core" / "source"
+    (core,) = target.iterdir()  # this Python has NumPy
+    site, source = core / "site", core / "source"
     assert (site / "pyarrow" / "__init__.py").exists() and (source / "infra" / "cron").exists()
     libraries = {path.name for path in (site / "pyarrow").iterdir()} - {"__init__.py"}
     assert libraries == {"lib.so", "libarrow_substrait.so.1", "libarrow_s3.so.1"}, "what another one names, and no more"
-    assert not (target / "numpy").exists(), "this Python has NumPy"
     (source / "infra" / "offline" / "steps.py").write_text(STEP)
     words = ("test,collect", "minutes=8", "results=out", f"target={target}")
     done = offline(folder / "part-1", *words, cwd=tmp_path, env={**os.environ, "PATH": ""})
@@ -203,8 +203,8 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert (done.returncode, report["cwd"]) == (7, str(target)) and report["duckdb"].startswith(f"{site}/")
     assert report["argv"] == ["test,collect", "minutes=8", f"results={tmp_path}/out"]
     # All parts lie beside the script that time, so Ray is added.
-    assert "installed ray: protobuf 30.0, ray " in done.stdout and not (target / "partial").exists()
-    ray = target / "ray" / "site" / "ray"
+    assert "installed ray: protobuf 30.0, ray " in done.stdout
+    (ray,) = target.glob("ray-*/site/ray")
     assert os.access(ray / "raylet", os.X_OK) and (ray / "more.py").exists() and not (ray / "jars").exists()
 
 
@@ -215,10 +215,11 @@ def test_an_install_killed_in_the_middle_starts_again_and_an_archive_is_whole_or
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         await_(lambda: target.exists() or process.poll() is not None, "an install that has begun")
         process.kill()
-    assert not (target / "core").exists() or (target / "core" / "bundle.json").exists()
+    installed = target.glob("core-*[0-9a-f]")  # what is unpacked when the kill comes is named otherwise
+    assert all((core / "source/infra/offline/launch.py").exists() for core in installed)
     assert offline(folder / "part-1", "install", f"target={target}").returncode == 0
-    assert not (target / "partial").exists()
-    assert (target / "core" / "source" / "infra" / "offline" / "launch.py").exists()
+    assert [path.name[:4] for path in sorted(target.iterdir())] == ["core", "ray-"]
+    assert list(target.glob("core-*[0-9a-f]/source/infra/offline/launch.py"))
 
 
 @pytest.mark.parametrize(
@@ -290,13 +291,6 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, refusal,
 )
 def test_bad_input_of_the_script_is_one_line(parts, refusal, arguments, expected):
     assert expected in refusal(*(text.format(part=parts[0] / "part-1") for text in arguments))
-
-
-def test_a_target_whose_record_is_damaged_is_refused(parts, refusal, tmp_path):
-    (tmp_path / "core").mkdir()
-    (tmp_path / "core" / "bundle.json").write_text('{"bundle": ')
-    words = refusal("install", f"target={tmp_path}", f"parts={parts[0] / 'part-1'}")
-    assert "cannot be used as target: bundle.json: " in words
 
 
 def test_the_script_alone_says_how_it_is_used_and_an_old_python_can_read_it(parts):
