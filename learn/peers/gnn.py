@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conf.errors import UsageError
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,
@@ -58,17 +57,8 @@ _SCALARS = (
     "net_log_flops",
     "net_log_elements",
 )
+_SCALINGS = ("node_scaling", "scalar_scaling")  # names of their arrays in the file
 _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summed by category
-
-
-@dataclass(frozen=True, eq=False)
-class Scaling:
-    """Names of the input columns, and (columns, 2) mean and scale to standardise them."""
-
-    node_columns: tuple[str, ...]
-    scalar_columns: tuple[str, ...]
-    nodes: np.ndarray
-    scalars: np.ndarray
 
 
 class GNNEstimator(Estimator):
@@ -91,15 +81,18 @@ class GNNEstimator(Estimator):
         self.target = rows.target
 
         raw = [graph_of(case, record) for case, record in zip(rows.cases, records, strict=True)]
-        self._scaling = _learn_scaling(raw)
+        self._scaling = tuple(
+            _mean_and_scale(torch.cat(tables).double().numpy())
+            for tables in ([graph.nodes_VX for graph in raw], [graph.scalars_GS for graph in raw])
+        )
         graphs = [scaled(graph, self._scaling) for graph in raw]
         label = to_space(rows.label, rows.target.space)
         exact = label[~rows.censored]
         kind = "sum" if rows.target.is_memory else "ratio" if rows.target.space == "ratio" else "plain"
-        self._shape = {
+        self._shape: dict[str, Any] = {
             "nodes": graphs[0].nodes_VX.shape[1],
             "edges": graphs[0].edges_EZ.shape[1],
-            "scalars": len(graphs[0].scalars_S),
+            "scalars": graphs[0].scalars_GS.shape[1],
             "categories": CATEGORIES,
             "kind": kind,
             "offset": float(exact.min() - 0.2 if kind == "sum" else exact.mean()),
@@ -127,34 +120,27 @@ class GNNEstimator(Estimator):
         return ResidualPrediction(centre, self._residuals, target.space, warnings=warnings, refusals=refusals)
 
     def write_fit(self, folder: Path) -> dict[str, Any]:
-        scaling = self._scaling
-        arrays: dict[str, Any] = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
+        arrays: dict[str, Any] = dict(zip(_SCALINGS, self._scaling, strict=True))
         arrays |= {f"net/{name}": array for name, array in self._weights.items()}
         np.savez_compressed(folder / "gnn.npz", **arrays)
-        return {
-            "shape": self._shape,
-            "node_columns": list(scaling.node_columns),
-            "scalar_columns": list(scaling.scalar_columns),
-            "residuals": self._residuals.tolist(),
-        }
+        return {"shape": self._shape, "residuals": self._residuals.tolist()}
 
     def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
         self._shape = state["shape"]
         self._residuals = np.asarray(state["residuals"], dtype=float)
         with np.load(folder / "gnn.npz", allow_pickle=False) as arrays:
-            names = tuple(state["node_columns"]), tuple(state["scalar_columns"])
-            self._scaling = Scaling(*names, arrays["node_scaling"], arrays["scalar_scaling"])
+            self._scaling = tuple(arrays[name] for name in _SCALINGS)
             self._weights = {n.removeprefix("net/"): arrays[n] for n in arrays.files if n.startswith("net/")}
 
-    def _centre(self, graphs: Sequence[Graph]) -> np.ndarray:
+    def _centre(self, graphs: Sequence[Graphs]) -> np.ndarray:
         with quiet_torch(0):
             return steady(answers(with_arrays(GraphNet(**self._shape), self._weights), graphs))
 
 
-def graph_of(case: Case, record: StepRecord) -> Graph:
-    """Return a case's graph with raw features, before its scalars are ordered by column."""
+def graph_of(case: Case, record: StepRecord) -> Graphs:
+    """Return a case's graph with raw features; its scalars are in the alphabetical order of their names."""
     graph = record.operator_graph()
-    columns = tuple(map(str, graph["node_columns"]))
+    columns = [*map(str, graph["node_columns"])]
     categories = np.minimum(graph["categories"].astype(np.int64), CATEGORIES - 1)
     values = record.values
     scalars = {name: float(values[name]) for name in _SCALARS}
@@ -169,33 +155,28 @@ def graph_of(case: Case, record: StepRecord) -> Graph:
     inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
     # Edges in both directions, distinguished by the last feature: an operator's kept memory depends on its readers.
     forward_edges, backward_edges = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
-    return Graph(
-        node_columns=columns,
-        category_V=categories,
-        nodes_VX=graph["nodes"],
-        source_E=np.concatenate([source, reader]),
-        reader_E=np.concatenate([reader, source]),
-        edges_EZ=np.concatenate([forward_edges, backward_edges]).astype(np.float32),
-        scalars=scalars,
-        size_V=np.exp2(written - _MIB_LOG2).astype(np.float32),
-        states=float(4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2) * (2 + values["net_states"])),
+    states_mib = 4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2) * (2 + values["net_states"])
+    ends = torch.from_numpy(np.stack([source, reader]))
+    return Graphs(
+        category_V=torch.from_numpy(categories),
+        nodes_VX=torch.from_numpy(graph["nodes"]),
+        ends_2E=torch.cat([ends, ends.flip(0)], dim=1),
+        edges_EZ=torch.from_numpy(np.concatenate([forward_edges, backward_edges]).astype(np.float32)),
+        scalars_GS=torch.tensor([[scalars[name] for name in sorted(scalars)]], dtype=torch.float64),
+        size_V=torch.from_numpy(np.exp2(written - _MIB_LOG2).astype(np.float32)),
+        states_G=torch.tensor([states_mib], dtype=torch.float64),
+        graph_V=torch.zeros(len(categories), dtype=torch.int64),
     )
 
 
-def scaled(graph: Graph, scaling: Scaling) -> Graph:
-    """Return the graph with standardised features. Raises `UsageError` where its columns differ from the fit's."""
-    if graph.node_columns != scaling.node_columns:
-        raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
-    scalars = np.array([graph.scalars.get(name, 0.0) for name in scaling.scalar_columns])
-    nodes_VX = _standardise(graph.nodes_VX, scaling.nodes)
-    return replace(graph, nodes_VX=nodes_VX, scalars_S=_standardise(scalars, scaling.scalars))
-
-
-def _learn_scaling(raw: Sequence[Graph]) -> Scaling:
-    columns = tuple(sorted({name for graph in raw for name in graph.scalars}))
-    scalars = np.array([[graph.scalars.get(name, 0.0) for name in columns] for graph in raw])
-    nodes = np.concatenate([graph.nodes_VX for graph in raw]).astype(float)
-    return Scaling(raw[0].node_columns, columns, _mean_and_scale(nodes), _mean_and_scale(scalars))
+def scaled(graph: Graphs, scaling: Sequence[np.ndarray]) -> Graphs:
+    """Return the graph with standardised features."""
+    of_nodes, of_scalars = map(torch.from_numpy, scaling)
+    return replace(
+        graph,
+        nodes_VX=_standardise(graph.nodes_VX, of_nodes),
+        scalars_GS=_standardise(graph.scalars_GS, of_scalars),
+    )
 
 
 def _mean_and_scale(table: np.ndarray) -> np.ndarray:
@@ -203,9 +184,9 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _standardise(values: Tensor, by: Tensor) -> Tensor:
     """Return the values in float32, standardised and clipped to 6 deviations."""
-    return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
+    return ((values - by[:, 0]) / by[:, 1]).clip(-6.0, 6.0).float()
 
 
 # Suffixes: G graphs, V nodes, E edges, X node features, Z edge features, S scalars of a graph, D width.
@@ -216,25 +197,14 @@ _LEAST_LOG, _MOST_LOG = -8.0, 3.0  # limits of the logarithm of the counted shar
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
-    """One case. category_V int64; nodes_VX, edges_EZ, scalars_S float, the first and the last standardised by `scaled`;
-    source_E, reader_E int64; size_V: mebibytes of each operator's output; states: mebibytes of weights, gradients and
-    optimizer state. Nodes have a column for each of node_columns; scalars are by name."""
+class Graphs:
+    """One case, or several in a batch.
 
-    node_columns: tuple[str, ...]
-    category_V: np.ndarray
-    nodes_VX: np.ndarray
-    source_E: np.ndarray
-    reader_E: np.ndarray
-    edges_EZ: np.ndarray
-    scalars: Mapping[str, float]
-    size_V: np.ndarray
-    states: float
-    scalars_S: np.ndarray = field(default_factory=lambda: np.empty(0))
+    category_V int64; nodes_VX, edges_EZ, scalars_GS float, the first and the last standardised by `scaled`; ends_2E
+    int64: each edge's operators; size_V: mebibytes of each operator's output; states_G: mebibytes of weights, gradients
+    and optimizer state; graph_V int64: each operator's graph.
+    """
 
-
-@dataclass(frozen=True, eq=False)
-class Batch:
     category_V: Tensor
     nodes_VX: Tensor
     ends_2E: Tensor
@@ -244,26 +214,25 @@ class Batch:
     states_G: Tensor
     graph_V: Tensor
 
-    @classmethod
-    def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
-        """Return the graphs in one batch, without edges between them."""
-        counts = [len(graph.category_V) for graph in graphs]
-        first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
 
-        def join(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs])).to(dtype)
+def batch_of(graphs: Sequence[Graphs], dtype: torch.dtype = torch.float32) -> Graphs:
+    """Return the graphs in one batch, without edges between them; features and sizes are of that type."""
+    counts = [len(graph.category_V) for graph in graphs]
+    firsts = np.cumsum([0, *counts[:-1]]).tolist()
 
-        return cls(
-            category_V=torch.from_numpy(np.concatenate([graph.category_V for graph in graphs])),
-            nodes_VX=join("nodes_VX"),
-            ends_2E=torch.from_numpy(np.concatenate(ends, axis=1)),
-            edges_EZ=join("edges_EZ"),
-            scalars_GS=torch.from_numpy(np.stack([graph.scalars_S for graph in graphs])).to(dtype),
-            size_V=join("size_V"),
-            states_G=torch.tensor([graph.states for graph in graphs], dtype=dtype),
-            graph_V=torch.from_numpy(np.repeat(np.arange(len(graphs)), counts)),
-        )
+    def join(name: str) -> Tensor:
+        return torch.cat([getattr(graph, name) for graph in graphs]).to(dtype)
+
+    return Graphs(
+        category_V=torch.cat([graph.category_V for graph in graphs]),
+        nodes_VX=join("nodes_VX"),
+        ends_2E=torch.cat([graph.ends_2E + first for graph, first in zip(graphs, firsts, strict=True)], dim=1),
+        edges_EZ=join("edges_EZ"),
+        scalars_GS=join("scalars_GS"),
+        size_V=join("size_V"),
+        states_G=join("states_G"),
+        graph_V=torch.repeat_interleave(torch.tensor(counts)),
+    )
 
 
 class GraphNet(nn.Module):
@@ -297,7 +266,7 @@ class GraphNet(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Graphs) -> Tensor:
         """Return (G,) labels in their space."""
         from torch_geometric.nn import global_max_pool, global_mean_pool
 
@@ -320,7 +289,7 @@ class GraphNet(nn.Module):
 
 def train(
     net: GraphNet,
-    graphs: Sequence[Graph],
+    graphs: Sequence[Graphs],
     label: np.ndarray,
     censored: np.ndarray,
     held_out: np.ndarray,
@@ -339,10 +308,10 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.15)
     rng = np.random.default_rng(seed)
     tolerance = 0.05 * (net.scale if net.kind == "plain" else 1.0)
-    held_out_batches = [(part, Batch.of([graphs[i] for i in part])) for part in _parts(outside, 128)]
+    held_out_batches = [(part, batch_of([graphs[i] for i in part])) for part in _parts(outside, 128)]
 
     def loss_of(part: np.ndarray) -> Tensor:
-        error = _errors(net, Batch.of([graphs[i] for i in part]), label[part], censored[part])
+        error = _errors(net, batch_of([graphs[i] for i in part]), label[part], censored[part])
         return F.smooth_l1_loss(error, torch.zeros_like(error), beta=tolerance)
 
     def held_out_loss() -> float:
@@ -363,14 +332,14 @@ def train(
     )
 
 
-def answers(net: GraphNet, graphs: Sequence[Graph]) -> np.ndarray:
+def answers(net: GraphNet, graphs: Sequence[Graphs]) -> np.ndarray:
     """Return (n,) labels in their space, of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
-        parts = [Batch.of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
+        parts = [batch_of(graphs[i : i + 128], torch.float64) for i in range(0, len(graphs), 128)]
         return np.concatenate([net(batch).numpy() for batch in parts]) if parts else np.empty(0)
 
 
-def _errors(net: GraphNet, batch: Batch, label: np.ndarray, censored: np.ndarray) -> Tensor:
+def _errors(net: GraphNet, batch: Graphs, label: np.ndarray, censored: np.ndarray) -> Tensor:
     error = net(batch) - torch.from_numpy(label.astype(np.float32))
     return torch.where(torch.from_numpy(censored), error.clamp(max=0.0), error)
 

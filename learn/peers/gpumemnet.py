@@ -232,7 +232,7 @@ class GPUMemNetEstimator(Estimator):
 
     def _probabilities(self, ensemble: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
         """Return (n, k) probabilities, the mean over the ensemble's members, numbered from `first`."""
-        inputs = self._inputs(configs, ensemble.mean, ensemble.scale, np.float64)
+        inputs = self._inputs(configs, ensemble.mean, ensemble.scale, torch.float64)
         with quiet_torch(0):  # a net draws random weights before it gets its own
             nets = [
                 with_arrays(self._net(member, len(ensemble.mean), len(ensemble.edges) - 1), weights)
@@ -242,17 +242,12 @@ class GPUMemNetEstimator(Estimator):
         return np.asarray(mass / mass.sum(axis=1, keepdims=True))
 
     def _inputs(
-        self, configs: Sequence[TrialConfig], mean: np.ndarray, scale: np.ndarray, dtype: type[np.floating] = np.float32
+        self, configs: Sequence[TrialConfig], mean: np.ndarray, scale: np.ndarray, dtype: torch.dtype = torch.float32
     ) -> Inputs:
-        scalars = ((scalars_of(configs) - mean) / scale).astype(dtype)
-        if not self.reads_sequence:
-            return Inputs(scalars, np.zeros((len(configs), 0, 0), dtype), np.zeros(len(configs), dtype=np.int64))
-        sequences = [tokens_of(config) for config in configs]
-        length = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-        tokens = np.zeros((len(configs), length.max(initial=0), sequences[0].shape[1]), dtype)
-        for i, sequence in enumerate(sequences):
-            tokens[i, : len(sequence)] = sequence
-        return Inputs(scalars, tokens, length)
+        scalars = torch.from_numpy((scalars_of(configs) - mean) / scale)
+        sequences = [tokens_of(config) if self.reads_sequence else torch.empty(0, 0) for config in configs]
+        tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        return Inputs(scalars.to(dtype), tokens.to(dtype), torch.tensor([len(sequence) for sequence in sequences]))
 
 
 class GPUMemNetMLP(GPUMemNetEstimator):
@@ -397,7 +392,7 @@ def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
     return np.hstack([np.array(logarithms), np.array(angles)])
 
 
-def tokens_of(config: TrialConfig) -> np.ndarray:
+def tokens_of(config: TrialConfig) -> Tensor:
     """Return (l, t), the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and
     logarithms of its activations, of its activations times the batch size, and of its parameters. Short plans have a
     token a layer."""
@@ -411,7 +406,7 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
         token[-3:] += layer.output_elements, config.batch_size * layer.output_elements, layer.parameters
     tokens = np.log1p(tokens)
     tokens[:, -3:] /= 10.0
-    return tokens.astype(np.float32)
+    return torch.from_numpy(tokens).float()
 
 
 # Suffixes: N rows, L tokens, T features of a token, S scalars, C classes, D width, H heads.
@@ -421,18 +416,14 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
 class Inputs:
     """scalars_NS; tokens_NLT, zero beyond each row's length_N. Networks on counts alone have sequences of length 0."""
 
-    scalars_NS: np.ndarray
-    tokens_NLT: np.ndarray
-    length_N: np.ndarray
+    scalars_NS: Tensor
+    tokens_NLT: Tensor
+    length_N: Tensor
 
     def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows `index` as tensors, with tokens cut to the longest of them."""
-        longest = int(self.length_N[index].max(initial=0))
-        return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
+        """Return the rows `index`, with tokens cut to the longest of them."""
+        length_N = self.length_N[index]
+        return self.scalars_NS[index], self.tokens_NLT[index, : length_N.max()], length_N
 
 
 class CountsNet(nn.Module):
@@ -518,7 +509,7 @@ def train_member(
         net,
         optimizer,
         schedule,
-        lambda: _batches(inside, inputs.length_N, how.batch(len(inside)), rng),
+        lambda: _batches(inside, inputs.length_N.numpy(), how.batch(len(inside)), rng),
         lambda rows: _losses(net, inputs, target, rows).mean(),
         lambda: _loss(net, inputs, target, outside),
         epochs=epochs,
@@ -528,21 +519,20 @@ def train_member(
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
     """Return (n, classes) of a net from `learn.peers.base.with_arrays`."""
-    batches = []
-    order = np.arange(len(inputs.length_N))
     with torch.inference_mode():
-        for i in range(0, len(order), 512):
-            scalars, tokens, length = inputs.at(order[i : i + 512])
-            batches.append(net(scalars.double(), tokens.double(), length).softmax(1).numpy())
-    return np.concatenate(batches)
+        batches = [net(*inputs.at(rows)).softmax(1) for rows in _parts(np.arange(len(inputs.length_N)), 512)]
+    return torch.cat(batches).numpy()
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return the rows in batches of about equal lengths, in random order, so that short rows need little padding."""
     shuffled = rng.permutation(rows)
-    ordered = shuffled[np.argsort(length[shuffled], kind="stable")]
-    batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    batches = _parts(shuffled[np.argsort(length[shuffled], kind="stable")], size)
     return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def _parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
@@ -558,6 +548,5 @@ def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows:
 
 def _loss(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> float:
     with torch.no_grad():
-        parts = [rows[i : i + 512] for i in range(0, len(rows), 512)]
-        total = sum(_losses(net, inputs, target, part).sum().item() for part in parts)
+        total = sum(_losses(net, inputs, target, part).sum().item() for part in _parts(rows, 512))
     return total / max(len(rows), 1)
