@@ -1,7 +1,7 @@
 """`learn.benchmark target=step_time` on measured and imported steps: every formula and estimator on the same rows.
 
-Start reading at `benchmark_steps`. Rows, formulas and what is left out are those of `learn.fit_kernels`. A `RankJob` is
-one of LLM Foundry's jobs on several GPUs, sharded by FSDP: `learn.estimate` is asked about it with its ranks.
+Start reading at `benchmark_steps`. Rows, formulas and what is left out are those of `learn.fit_kernels`. `ask_ranks`
+asks `learn.estimate` about LLM Foundry's jobs on several GPUs, sharded by FSDP, with their ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -242,51 +242,18 @@ def _notes(settings: BenchmarkSettings, parts: int, names: Sequence[str], asked:
 # ---- jobs on several GPUs
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankJob:
-    """One rank of a published job.
+def micro_step_ms(cells: Mapping[str, str], device: DeviceSpec) -> float:
+    """Return the step's time on a rank of a row of LLM Foundry by its micro-steps, as published throughput has it.
 
-    config        the model and a micro-batch
-    accumulation  micro-steps of a step
-    parallel      the ranks, as `learn.estimate` takes them
-    """
-
-    config: gpt.Config
-    accumulation: int
-    parallel: Mapping[str, Any]
-
-    def micro_step_ms(self, device: DeviceSpec) -> float:
-        """Return the step's time by its micro-steps, as published throughput has it. Raises `UsageError` where the
-        layout is not estimated.
-
-        MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does
-        where FSDP's types alone decide: there is no autocast.
-        """
-        (tokens,), target = gpt.batch(self.config, "meta")
-        answer = estimate(
-            lambda: gpt.build(self.config),
-            tokens,
-            target=target,
-            loss=fused_mpt_loss,
-            device=device,
-            parallel=self.parallel,
-            optimizer="adamw",
-            accumulation=self.accumulation,
-            estimator="trace",
-        )
-        if answer.step_time_ms is None:
-            raise UsageError("the step has no time")
-        return answer.step_time_ms / self.accumulation
-
-
-def rank_job_of(cells: Mapping[str, str]) -> RankJob:
-    """Return the job of a row of LLM Foundry.
+    MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does where
+    FSDP's types alone decide: there is no autocast.
 
     Args:
         cells: Cells of the published file, by column.
+        device: The GPU model.
 
     Raises:
-        UsageError: A model, precision, strategy or type that is not known.
+        UsageError: A model, precision, strategy or type that is not known, or a layout that is not estimated.
     """
     choices = {
         "Model": (cells["Model"].lower(), SIZES),
@@ -296,17 +263,28 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
     }
     if unknown := [f"{name} {shown(value)}" for name, (value, known) in choices.items() if value not in known]:
         raise UsageError(f"{LLM_FOUNDRY}: no job is known with {', '.join(unknown)}")
+    config, accumulation = mpt_config(cells), int(cells["GradAccum"])
+    (tokens,), target = gpt.batch(config, "meta")
     weights, gradients = _TYPES[cells["MP Mode"]]
-    return RankJob(
-        config=mpt_config(cells),
-        accumulation=int(cells["GradAccum"]),
+    answer = estimate(
+        lambda: gpt.build(config),
+        tokens,
+        target=target,
+        loss=fused_mpt_loss,
+        device=device,
         parallel={
             "fsdp": int(cells["# GPUs"]),
             "reshard_after_forward": _RESHARDS[cells["Sharding Strategy"]],
             "param_dtype": weights,
             "reduce_dtype": gradients,
         },
+        optimizer="adamw",
+        accumulation=accumulation,
+        estimator="trace",
     )
+    if answer.step_time_ms is None:
+        raise UsageError("the step has no time")
+    return answer.step_time_ms / accumulation
 
 
 def ask_ranks(
@@ -320,8 +298,7 @@ def ask_ranks(
         data: The data folder, whose column `origin` has the published cells.
         tally: Is called for each row.
     """
-    published = query_rows(data, "SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
-    cells_of = dict(published)
+    cells_of = dict(query_rows(data, "SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"]))
     answers = {}
     tally.step(0, of=len(places))
     for place in places.tolist():
@@ -329,7 +306,7 @@ def ask_ranks(
         answers[place] = Given(estimate=None, reason="no ranks are published of the row")
         if row.run_id in cells_of:
             try:
-                answers[place] = Given(estimate=rank_job_of(json.loads(cells_of[row.run_id])).micro_step_ms(row.device))
+                answers[place] = Given(estimate=micro_step_ms(json.loads(cells_of[row.run_id]), row.device))
             except CommandError as error:
                 answers[place] = Given(estimate=None, reason=first_line(error))
         tally.step()

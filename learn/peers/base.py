@@ -103,6 +103,11 @@ def train_best(
     return net
 
 
+def in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Return the rows in parts of that size; the last may be smaller."""
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
 def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
     """Return copies of the net's parameters and buffers."""
     return {name: tensor.detach().numpy().copy() for name, tensor in net.state_dict().items()}

@@ -34,7 +34,7 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
-from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
@@ -308,7 +308,7 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.15)
     rng = np.random.default_rng(seed)
     tolerance = 0.05 * (net.scale if net.kind == "plain" else 1.0)
-    held_out_batches = [(part, batch_of([graphs[i] for i in part])) for part in _parts(outside, 128)]
+    held_out_batches = [(part, batch_of([graphs[i] for i in part])) for part in in_parts(outside, 128)]
 
     def loss_of(part: np.ndarray) -> Tensor:
         error = _errors(net, batch_of([graphs[i] for i in part]), label[part], censored[part])
@@ -324,7 +324,7 @@ def train(
         net,
         optimizer,
         schedule,
-        lambda: _parts(rng.permutation(inside), size),
+        lambda: in_parts(rng.permutation(inside), size),
         loss_of,
         held_out_loss,
         epochs=epochs,
@@ -342,7 +342,3 @@ def answers(net: GraphNet, graphs: Sequence[Graphs]) -> np.ndarray:
 def _errors(net: GraphNet, batch: Graphs, label: np.ndarray, censored: np.ndarray) -> Tensor:
     error = net(batch) - torch.from_numpy(label.astype(np.float32))
     return torch.where(torch.from_numpy(censored), error.clamp(max=0.0), error)
-
-
-def _parts(index: np.ndarray, size: int) -> list[np.ndarray]:
-    return [index[i : i + size] for i in range(0, len(index), size)]

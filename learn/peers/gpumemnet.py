@@ -48,7 +48,7 @@ from learn.estimators.protocol import (
 )
 from learn.estimators.tabular import group_folds, why_not
 from learn.job.training_job import Case
-from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_arrays
+from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
 
@@ -520,19 +520,15 @@ def train_member(
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
     """Return (n, classes) of a net from `learn.peers.base.with_arrays`."""
     with torch.inference_mode():
-        batches = [net(*inputs.at(rows)).softmax(1) for rows in _parts(np.arange(len(inputs.length_N)), 512)]
+        batches = [net(*inputs.at(rows)).softmax(1) for rows in in_parts(np.arange(len(inputs.length_N)), 512)]
     return torch.cat(batches).numpy()
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return the rows in batches of about equal lengths, in random order, so that short rows need little padding."""
     shuffled = rng.permutation(rows)
-    batches = _parts(shuffled[np.argsort(length[shuffled], kind="stable")], size)
+    batches = in_parts(shuffled[np.argsort(length[shuffled], kind="stable")], size)
     return [batches[i] for i in rng.permutation(len(batches))]
-
-
-def _parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
@@ -548,5 +544,5 @@ def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows:
 
 def _loss(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> float:
     with torch.no_grad():
-        total = sum(_losses(net, inputs, target, part).sum().item() for part in _parts(rows, 512))
+        total = sum(_losses(net, inputs, target, part).sum().item() for part in in_parts(rows, 512))
     return total / max(len(rows), 1)

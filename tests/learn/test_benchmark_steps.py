@@ -2,14 +2,17 @@
 
 import json
 from functools import cache, partialmethod
+from types import SimpleNamespace
 
 import pytest
 
 from conf.errors import UsageError
+from featurize.device.device_spec import load_device
 from learn.benchmark import BenchmarkSettings, benchmark
-from learn.commands.benchmark_steps import rank_job_of
+from learn.commands import benchmark_steps
 from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting import kernel_rows
+from learn.fitting.published_jobs import mpt_config
 from tests.learn.learn_rows import LLM_FOUNDRY, MOSTLY_MLPS, import_llm_foundry, make_configs, write_batch
 
 CONFIGS = make_configs(10, seed=3, families=MOSTLY_MLPS)
@@ -74,21 +77,27 @@ def test_what_cannot_be_compared_is_said_in_one_line(folder):
 ROW = LLM_FOUNDRY | {"Sharding Strategy": "FULL_SHARD", "MP Mode": "PURE", "SeqLen (T)": "256"}
 
 
-def test_a_row_names_its_model_its_micro_steps_and_its_ranks():
-    job = rank_job_of(ROW)
-    sizes = ("embedding_size", "depth", "batch_size", "sequence_length", "activation_checkpointing")
-    assert [getattr(job.config, name) for name in sizes] == [768, 12, 4, 256, False] and job.accumulation == 2
-    assert job.parallel == {
-        "fsdp": 8,
-        "reshard_after_forward": True,
-        "param_dtype": "bf16",
-        "reduce_dtype": "bf16",
-    }
-    kept = rank_job_of(
-        ROW | {"Sharding Strategy": "SHARD_GRAD_OP", "MP Mode": "DEFAULT", "Activation Checkpointing": "True"}
-    )
-    assert kept.parallel["reshard_after_forward"] is False and kept.parallel["reduce_dtype"] == "fp32"
-    assert kept.config.activation_checkpointing
+def test_a_row_names_its_model_its_micro_steps_and_its_ranks(monkeypatch):
+    asked = []
+
+    def estimated(build, tokens, **options):
+        asked.append(options | {"tokens": tuple(tokens.shape)})
+        return SimpleNamespace(step_time_ms=6.0)
+
+    monkeypatch.setattr(benchmark_steps, "estimate", estimated)
+    kept = {"Sharding Strategy": "SHARD_GRAD_OP", "MP Mode": "DEFAULT", "GradAccum": "3"}
+    assert [benchmark_steps.micro_step_ms(row, load_device("H100-SXM5-80GB")) for row in (ROW, ROW | kept)] == [
+        3.0,
+        2.0,
+    ]
+    assert [(one["tokens"], one["accumulation"]) for one in asked] == [((4, 256), 2), ((4, 256), 3)]
+    names = ("fsdp", "reshard_after_forward", "param_dtype", "reduce_dtype")
+    assert [tuple(one["parallel"][name] for name in names) for one in asked] == [
+        (8, True, "bf16", "bf16"),
+        (8, False, "bf16", "fp32"),
+    ]
+    config = mpt_config(ROW | {"Activation Checkpointing": "True"})
+    assert (config.embedding_size, config.depth, config.activation_checkpointing) == (768, 12, True)
 
 
 def test_the_benchmark_asks_each_published_row_with_its_ranks(tmp_path):
