@@ -567,10 +567,11 @@ def ask_learned(
         for file in dict.fromkeys(rows.file[part.outside].tolist()):
             index = part.outside[rows.file[part.outside] == file]
             asked = rows.subset(index)
-            given, unfamiliar = _ask(fitted, asked, bins.get(file, {}), steps)
+            prediction = fitted.predict(asked.cases, steps)
+            given = given_of(prediction, asked, bins.get(file, {}))
             answers |= dict(zip(index.tolist(), given, strict=True))
             tally.step(len(index))
-            warnings |= dict.fromkeys(unfamiliar)
+            warnings |= dict.fromkeys(prediction.warnings)
             if file not in latency:
                 timed = [case for case, answer in zip(asked.cases, given, strict=True) if answer.estimate is not None]
                 latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
@@ -581,20 +582,6 @@ def ask_learned(
         fit_seconds=median(np.array(fit_seconds)),
         warnings=tuple(warnings),
     )
-
-
-def _ask(
-    fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
-) -> tuple[list[Given], tuple[str, ...]]:
-    """Return answers and warnings. Where all rows together are refused, each is asked by itself."""
-    try:
-        prediction = fitted.predict(rows.cases, steps)
-    except CommandError as error:
-        if len(rows) == 1:
-            return [Given(estimate=None, reason=str(error))], ()
-        alone = [_ask(fitted, rows.subset([i]), bins, steps) for i in range(len(rows))]
-        return [answer for given, _ in alone for answer in given], tuple(text for _, texts in alone for text in texts)
-    return given_of(prediction, rows, bins), prediction.warnings
 
 
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError
 from featurize.configs.features import KINDS, feature_columns
 from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import layers_of
@@ -133,14 +133,14 @@ class GPUMemNetEstimator(Estimator):
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self._ensembles: dict[str, Ensemble] = {}
-        problem: CommandError = UsageError(f"target={rows.target.name}: there are no rows to fit on")
+        problems = []
         for family in sorted(set(map(str, rows.family))):
             try:
                 self._ensembles[family] = self._fit_family(family, rows.subset(rows.family == family))
             except CommandError as error:
-                problem = error
+                problems.append(error)
         if not self._ensembles:
-            raise problem
+            raise problems[-1]
         self.target = rows.target
         return self
 
