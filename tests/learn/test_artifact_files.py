@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import learn.fitting.artifacts as artifact_files
+from conf.files.identity import own_sha256
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, mlp, transformer
 from learn import FitSettings, estimate, fit
@@ -57,15 +58,21 @@ def both(data):
     return older, newer
 
 
-def without_checksums(version):
-    meta = json.loads((version / "meta.json").read_text())
-    (version / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k not in ("files", "own_sha256")}))
-
-
 def flipped(content):
     """One byte in the middle becomes another."""
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def stamped(meta):
+    """Return the file of this content, with its own checksum."""
+    return json.dumps(meta | {"own_sha256": own_sha256(meta)}).encode()
+
+
+def naming_another_file(content):
+    meta = json.loads(content)
+    meta["files"]["../../../../etc/passwd"] = {"sha256": "0" * 64, "bytes": 1}
+    return stamped(meta)
 
 
 MODEL, META = "model/model.npz", "meta.json"
@@ -76,6 +83,8 @@ DAMAGES = {
     "other meta": (META, lambda content: content.replace(b"lightgbm", b"forest", 1)),
     "nested meta": (META, lambda _: b"[" * 100_000),
     "meta of another shape": (META, lambda _: b'{"estimator": "lightgbm", "rows": [], "target": 3}'),
+    "no checksums": (META, lambda content: stamped(json.loads(content) | {"files": None})),
+    "names": (META, naming_another_file),
     "gone": ("model/estimator.json", None),
     "more": ("model/correction-3.txt", lambda _: b"0.5\n"),
     "cut report": ("report.json", lambda content: content[:-10]),
@@ -96,43 +105,25 @@ def with_link(version):
     path.symlink_to(version.parent.parent / "elsewhere.npz")
 
 
-def with_names(version):
-    meta = json.loads((version / META).read_text())
-    meta["files"]["../../../../etc/passwd"] = {"sha256": "0" * 64, "bytes": 1}
-    del meta["own_sha256"]
-    (version / META).write_text(json.dumps(meta))
+# What becomes of arrays of the model; the checksums are right.
+TREES = {
+    "endless trees": lambda arrays: {"children": np.vstack([[[1, 1], [0, 0]], arrays["children"][2:]])},
+    "trees outside of themselves": lambda arrays: {"children": arrays["children"] + len(arrays["children"])},
+    "more than it seems": lambda _: {"threshold": np.zeros(2**23)},  # a few kilobytes unpack to many
+}
 
 
-def with_trees(change, version):
-    """Change the arrays of the model; the checksums are right."""
+def with_trees(version, change):
     with np.load(version / MODEL) as stored:
         arrays = dict(stored)
-    change(arrays)
-    np.savez_compressed(version / MODEL, **arrays)
+    np.savez_compressed(version / MODEL, **arrays | change(arrays))
     restamp(version)
 
 
-def going_round(arrays):
-    """Two nodes are each other's children."""
-    arrays["children"][:2] = [[1, 1], [0, 0]]
-
-
-def pointing_outside(arrays):
-    arrays["children"][0] = len(arrays["children"])
-
-
-def of_zeros(arrays):
-    """A few kilobytes unpack to many."""
-    arrays["threshold"] = np.zeros(2**23)
-
-
-WAYS = {name: functools.partial(damaged, name=file, change=change) for name, (file, change) in DAMAGES.items()} | {
+WAYS = {
+    **{name: functools.partial(damaged, name=file, change=change) for name, (file, change) in DAMAGES.items()},
+    **{name: functools.partial(with_trees, change=change) for name, change in TREES.items()},
     "link": with_link,
-    "names": with_names,
-    "no checksums": without_checksums,
-    "endless trees": functools.partial(with_trees, going_round),
-    "trees outside of themselves": functools.partial(with_trees, pointing_outside),
-    "more than it seems": functools.partial(with_trees, of_zeros),
 }
 
 

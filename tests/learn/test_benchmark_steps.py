@@ -2,12 +2,11 @@
 
 import json
 from functools import cache, partialmethod
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from conf.errors import UsageError
-from featurize.device.device_spec import load_device
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands import benchmark_steps
 from learn.estimators.kernel_fitting import TimeFit
@@ -78,24 +77,15 @@ ROW = LLM_FOUNDRY | {"Sharding Strategy": "FULL_SHARD", "MP Mode": "PURE", "SeqL
 
 
 def test_a_row_names_its_model_its_micro_steps_and_its_ranks(monkeypatch):
-    asked = []
-
-    def estimated(build, tokens, **options):
-        asked.append(options | {"tokens": tuple(tokens.shape)})
-        return SimpleNamespace(step_time_ms=6.0)
-
-    monkeypatch.setattr(benchmark_steps, "estimate", estimated)
+    estimate = Mock(return_value=Mock(step_time_ms=6.0))
+    monkeypatch.setattr(benchmark_steps, "estimate", estimate)
     kept = {"Sharding Strategy": "SHARD_GRAD_OP", "MP Mode": "DEFAULT", "GradAccum": "3"}
-    assert [benchmark_steps.micro_step_ms(row, load_device("H100-SXM5-80GB")) for row in (ROW, ROW | kept)] == [
-        3.0,
-        2.0,
-    ]
-    assert [(one["tokens"], one["accumulation"]) for one in asked] == [((4, 256), 2), ((4, 256), 3)]
-    names = ("fsdp", "reshard_after_forward", "param_dtype", "reduce_dtype")
-    assert [tuple(one["parallel"][name] for name in names) for one in asked] == [
-        (8, True, "bf16", "bf16"),
-        (8, False, "bf16", "fp32"),
-    ]
+    assert [benchmark_steps.micro_step_ms(row, None) for row in (ROW, ROW | kept)] == [3.0, 2.0]
+    asked = [(tuple(call.args[1].shape), call.kwargs["accumulation"]) for call in estimate.call_args_list]
+    assert asked == [((4, 256), 2), ((4, 256), 3)]
+    full = {"fsdp": 8, "reshard_after_forward": True, "param_dtype": "bf16", "reduce_dtype": "bf16"}
+    by_grad = full | {"reshard_after_forward": False, "reduce_dtype": "fp32"}
+    assert [call.kwargs["parallel"] for call in estimate.call_args_list] == [full, by_grad]
     config = mpt_config(ROW | {"Activation Checkpointing": "True"})
     assert (config.embedding_size, config.depth, config.activation_checkpointing) == (768, 12, True)
 
