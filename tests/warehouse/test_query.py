@@ -161,6 +161,7 @@ def test_a_flipped_byte_costs_its_file_and_no_half_answer_is_written(query, fold
         return
     text = (tmp_path / "o").read_text()
     assert [f"J-00000{n}" in text for n in range(3)] == [True, False, True]
+    assert query(sql, f"format={name}")[1] == text
 
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb\u2066c\x00d\re\tf\u200fg\x7f"

@@ -28,13 +28,7 @@ from conf.children.containment import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
 from warehouse.files.folder import DataFolder
-from warehouse.reading.connection import (
-    ReadingLimits,
-    WarehouseConnection,
-    connect,
-    is_of_the_statement,
-    make_views_file,
-)
+from warehouse.reading.connection import ReadingLimits, WarehouseConnection, connect, make_views_file
 from warehouse.reading.query_answer import only_statement
 
 if TYPE_CHECKING:
@@ -230,12 +224,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
         for place, name, type_ in zip(places, relation.columns, relation.types, strict=True)
     ]
     query = f"SELECT {', '.join(columns)} FROM {statement} AS t({', '.join(places)}) LIMIT {limits.rows + 1}"
-    while True:
-        try:
-            return _read(connection.sql(query).to_arrow_reader(_BATCH_ROWS), limits)
-        except (pa.ArrowException, OSError) as error:  # a damaged file in the stream
-            if is_of_the_statement(error) or not connection.leave_out_damaged():
-                raise
+    return connection.retry(lambda: _read(connection.sql(query).to_arrow_reader(_BATCH_ROWS), limits))
 
 
 def _quote(name: str) -> str:

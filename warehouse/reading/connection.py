@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import duckdb
+import pyarrow as pa
 
 from conf.plain_text import sql_text
 from warehouse.files import views
@@ -239,7 +240,7 @@ class _Planned:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__arrow") and name != "_repr_mimebundle_":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        value = self._retry(lambda: getattr(self._wrapped, name))
+        value = self.retry(lambda: getattr(self._wrapped, name))
         if not callable(value) or isinstance(value, _DERIVED):
             return self._own(value)
 
@@ -257,16 +258,20 @@ class _Planned:
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         args = tuple(_bare(value) for value in args)
         options = {key: _bare(value) for key, value in options.items()}
-        return self._own(self._retry(lambda: getattr(self._wrapped, name)(*args, **options)))
+        return self._own(self.retry(lambda: getattr(self._wrapped, name)(*args, **options)))
 
-    def _retry(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
-        """Return the result of `act`, repeated while it fails because files vanished or are damaged."""
+    def retry(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
+        """Return the result of `act`, repeated while it fails because files vanished or are damaged.
+
+        Each damaged file is named on stderr and left out from then on. For callers, `act` reads a stream of rows; the
+        calls of DuckDB's methods are repeated already.
+        """
         files = self._opened.files
         for _ in range(_ATTEMPTS):
             failures, lost = files.failures, files.lost
             try:
                 return act()
-            except duckdb.Error as error:
+            except (duckdb.Error, pa.ArrowException, OSError) as error:
                 if files.failures > failures and files.failure is not None:
                     raise files.failure from error
                 if files.lost == lost and (is_of_the_statement(error) or not files.leave_out_damaged()):
@@ -291,7 +296,7 @@ class WarehouseRelation(_Planned):
     """A DuckDB relation over the warehouse: a query that has not run, with all of DuckDB's methods."""
 
     def __len__(self) -> int:
-        return self._retry(lambda: len(self._wrapped))
+        return self.retry(lambda: len(self._wrapped))
 
     def __contains__(self, name: object) -> bool:
         return name in self._wrapped
@@ -300,10 +305,10 @@ class WarehouseRelation(_Planned):
         return self._own(self._wrapped[name])
 
     def __str__(self) -> str:
-        return self._retry(lambda: str(self._wrapped))
+        return self.retry(lambda: str(self._wrapped))
 
     def __repr__(self) -> str:
-        return self._retry(lambda: repr(self._wrapped))
+        return self.retry(lambda: repr(self._wrapped))
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> Any:
         return self._call("__arrow_c_stream__", (requested_schema,), {})
@@ -316,7 +321,7 @@ class WarehouseRelation(_Planned):
             if hasattr(result, "close"):
                 result.close()
             del result
-            rows = self._retry(self._wrapped.materialize)
+            rows = self.retry(self._wrapped.materialize)
             return getattr(rows, name)(*args, **options)
         return result
 
@@ -357,19 +362,12 @@ class WarehouseConnection(_Planned):
         """Return the damaged files that queries have met and left out."""
         return self._opened.files.damaged
 
-    def leave_out_damaged(self) -> bool:
-        """Leave out damaged files among those that queries have read; return whether there are new ones.
-
-        For callers whose stream of rows failed; each file is reported on stderr.
-        """
-        return bool(self._opened.files.leave_out_damaged())
-
     def execute(self, *args: Any, **options: Any) -> Self:
         """Run a query; its rows are fetched from this connection."""
         self._executed, self._is_fetched, self._rows = (args, options), False, None
         args = tuple(_bare(value) for value in args)
         unpinned = self._opened.files.unpinned
-        self._retry(lambda: self._wrapped.execute(*args, **options))
+        self.retry(lambda: self._wrapped.execute(*args, **options))
         self._is_unpinned = self._opened.files.unpinned > unpinned
         return self
 
@@ -392,9 +390,9 @@ class WarehouseConnection(_Planned):
             if self._executed is None or self._is_fetched:
                 raise duckdb.IOException("a file changed while rows were being fetched; run the query again")
             execute_args, execute_options = self._executed
-            self._retry(lambda: self._wrapped.execute(*execute_args, **execute_options))
+            self.retry(lambda: self._wrapped.execute(*execute_args, **execute_options))
 
-        result = self._retry(lambda: getattr(self._wrapped, name)(*args, **options), execute_again)
+        result = self.retry(lambda: getattr(self._wrapped, name)(*args, **options), execute_again)
         self._is_fetched = True
         return self._own(result)
 

@@ -9,10 +9,11 @@ import contextlib
 import datetime
 import decimal
 import io
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -26,12 +27,7 @@ from conf.files.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
 from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.views import VIEWS
-from warehouse.reading.connection import (
-    WarehouseConnection,
-    WarehouseRelation,
-    connect,
-    is_of_the_statement,
-)
+from warehouse.reading.connection import WarehouseConnection, WarehouseRelation, connect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
 _BATCH_ROWS = 10_000
-_HELD_CHARACTERS = 8 * 2**20
+_HELD_BYTES = 8 * 2**20
 _WIDTH_ELSEWHERE = 200  # columns of a table in a file or pipe
 _UNBOUNDED = 10**9
 
@@ -82,72 +78,50 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors():
         target = None if settings.out is None else checked_output(settings.out)
         relation = connection.sql(only_statement(connection, settings.sql))
-        while True:
-            begun = _HeldBack()
-            try:
-                _write_answer(relation, stdout, target, begun, settings)
-                return
-            except (pa.ArrowException, OSError) as error:  # from a stream; DuckDB's own errors were handled before
-                if _is_of_output(error) or begun.is_out or is_of_the_statement(error):
-                    raise
-                if not connection.leave_out_damaged():
-                    raise
+        if target is None:
+            _write_text(relation, stdout, settings)
+        elif target.is_plain:  # a file that appears when it is whole, so that all of it can be written again
+            relation.retry(lambda: _write_file(relation, target, settings))
+        else:
+            _write_file(relation, target, settings)
 
 
-def _write_answer(
-    relation: WarehouseRelation, stdout: TextIO, target: Output | None, begun: _HeldBack, settings: QuerySettings
-) -> None:
-    if target is None:
-        begun.write_to(stdout)
-        _TEXT_FORMATS[settings.format](relation, stdout if settings.format == "table" else begun, settings)
-        begun.release()
-    elif settings.format == "parquet":
-        with output_file(target) as file:
-            begun.is_out = not target.is_plain
-            _write_parquet(relation, file)
+def _write_file(relation: WarehouseRelation, target: Output, settings: QuerySettings) -> None:
+    with output_file(target) as file:
+        if settings.format == "parquet":
+            _write_parquet(_begun(relation), file)
+            return
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        try:
+            _write_text(relation, text, settings)
+            text.flush()
+        finally:
+            text.detach()  # its opener closes the file
+
+
+def _write_text(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+    if settings.format == "table":
+        _write_table(relation, file, settings.max_rows)
+    elif settings.format == "csv":
+        _write_csv(_begun(relation), file)
     else:
-        with output_file(target) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            try:
-                begun.write_to(text, can_restart=target.is_plain)
-                _TEXT_FORMATS[settings.format](relation, begun, settings)
-                begun.release()
-                text.flush()
-            finally:
-                text.detach()  # its opener closes the file
+        _write_json(_begun(relation), file)
 
 
-class _HeldBack(io.StringIO):
-    """Holds back the start of an answer, so an early damaged file does not leave half an answer."""
+def _begun(relation: WarehouseRelation) -> pa.RecordBatchReader:
+    """Return the rows, whose beginning has been read: a damaged file in it leaves no half answer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._held: list[str] = []
-        self._characters = 0
-        self._target: TextIO | None = None
-        self._can_restart = False
-        self.is_out = False  # some of it has been written irrevocably
+    def begin() -> pa.RecordBatchReader:
+        reader = relation.to_arrow_reader(_BATCH_ROWS)
+        held, held_bytes = [], 0
+        for batch in reader:
+            held.append(batch)
+            held_bytes += batch.nbytes
+            if held_bytes > _HELD_BYTES:
+                break
+        return pa.RecordBatchReader.from_batches(reader.schema, itertools.chain(held, reader))
 
-    def write_to(self, target: TextIO, *, can_restart: bool = False) -> None:
-        self._target, self._can_restart = target, can_restart
-
-    def write(self, text: str, /) -> int:
-        self._held.append(text)
-        self._characters += len(text)
-        if self._characters > _HELD_CHARACTERS:
-            self.release()
-        return len(text)
-
-    def release(self) -> None:
-        if self._held and self._target is not None:
-            self.is_out = not self._can_restart
-            self._target.write("".join(self._held))
-        self._held, self._characters = [], 0
-
-
-def _is_of_output(error: Exception) -> bool:
-    """Return whether writing failed rather than reading: only system errors have a number."""
-    return isinstance(error, OSError) and error.errno is not None
+    return relation.retry(begin)
 
 
 def only_statement(connection: WarehouseConnection, sql: str) -> str:
@@ -165,11 +139,11 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
     return str(statement.query)
 
 
-def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+def _write_table(relation: WarehouseRelation, file: TextIO, max_rows: int) -> None:
     # Escape stored texts, which could contain terminal commands; csv and json are exact.
     names = [printable(name) for name in relation.columns]
-    rows = list(_rows(relation.limit(settings.max_rows + 1)))
-    shown = rows[: settings.max_rows]
+    rows = list(_rows(relation.limit(max_rows + 1).to_arrow_table().to_batches()))
+    shown = rows[:max_rows]
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -228,40 +202,32 @@ _NUMBERS = {
 }
 
 
-def _write_csv(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+def _write_csv(reader: pa.RecordBatchReader, file: TextIO) -> None:
     """Write RFC 4180 with \\n; NULL is an empty field, an empty text is quoted."""
-    file.write(",".join(map(_csv_text, relation.columns)) + "\n")
-    for row in _rows(relation):
+    file.write(",".join(map(_csv_text, reader.schema.names)) + "\n")
+    for row in _rows(reader):
         file.write(",".join("" if value is None else _csv_text(_cell(value)) for value in row) + "\n")
 
 
-def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+def _write_json(reader: pa.RecordBatchReader, file: TextIO) -> None:
     """Write a list of objects, one line each."""
-    names, separator = relation.columns, "[\n"
-    for row in _rows(relation):
+    names, separator = reader.schema.names, "[\n"
+    for row in _rows(reader):
         record = dict(zip(names, map(_json_value, row), strict=True))
         file.write(separator + _json(record))
         separator = ",\n"
     file.write("[]\n" if separator == "[\n" else "\n]\n")
 
 
-def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
-    reader = relation.to_arrow_reader(_BATCH_ROWS)
+def _write_parquet(reader: pa.RecordBatchReader, file: BinaryIO) -> None:
     with pq.ParquetWriter(file, reader.schema, **COMPRESSION) as writer:
         for batch in reader:
             writer.write_batch(batch)
 
 
-_TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], None]] = {
-    "table": _write_table,
-    "csv": _write_csv,
-    "json": _write_json,
-}
-
-
-def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
+def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
     # Through Arrow, which needs no other package for timestamps with a time zone.
-    for batch in relation.to_arrow_reader(_BATCH_ROWS):
+    for batch in batches:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
