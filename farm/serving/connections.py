@@ -1,7 +1,7 @@
 """Limits a client's connections, header bytes and time, before its requests reach the application.
 
-Start reading at `GuardedServer`, uvicorn's server with a different listener. `Listener` accepts connections and ends
-late ones; `GuardedConnection` is uvicorn's protocol, which also tracks what its client has yet to send.
+Start reading at `GuardedServer`, uvicorn's server, which accepts connections itself and ends late ones;
+`GuardedConnection` is uvicorn's protocol, which also tracks what its client has yet to send.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import resource
 import socket
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
@@ -39,57 +40,34 @@ class _Awaited(Enum):
 
 
 class GuardedServer(uvicorn.Server):
-    """uvicorn's server, which answers connections of `listening` within the limits."""
+    """uvicorn's server, which accepts the connections of `listening` itself: up to a limit in all and from one peer."""
 
     def __init__(self, config: uvicorn.Config, listening: socket.socket, limits: LimitSettings) -> None:
         super().__init__(config)
-        self._listener = Listener(self, listening, limits)
+        self.limits = limits
+        self._listening = listening
+        self._most = min(limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES))
+        self._open: dict[GuardedConnection, None] = {}  # in the order in which they were accepted
+        self._opening: set[asyncio.Task[Any]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start without uvicorn's listener, then accept."""
         await super().startup(sockets=[])
-        if self.started:
-            self._listener.start()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, then finish the requests in progress."""
-        self._listener.close()
-        await super().shutdown(sockets=[])
-
-
-class Listener:
-    """Accepts one process's connections, up to a limit in all and from one peer."""
-
-    def __init__(self, server: uvicorn.Server, listening: socket.socket, limits: LimitSettings) -> None:
-        self.server, self.limits = server, limits
-        self._listening = listening
-        self._most = min(limits.connections, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES))
-        self._open: dict[GuardedConnection, None] = {}
-        self._of_peer: dict[str, dict[GuardedConnection, None]] = {}
-        self._opening: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Accept connections from now on, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
         self._end_late_ones()
 
-    def close(self) -> None:
-        """Stop accepting. Open connections stay, and are no longer watched."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._loop.remove_reader(self._listening)
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, then finish the requests in progress; open connections are no longer watched."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._listening)
         self._listening.close()
+        await super().shutdown(sockets=[])
 
     def forget(self, connection: GuardedConnection) -> None:
         """Stop counting a connection."""
         self._open.pop(connection, None)
-        of_peer = self._of_peer.get(connection.peer, {})
-        of_peer.pop(connection, None)
-        if not of_peer:
-            self._of_peer.pop(connection.peer, None)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -108,16 +86,14 @@ class Listener:
             self._loop.add_reader(self._listening, self._accept)
 
     def _take(self, accepted: socket.socket, peer: str) -> None:
-        if not self._has_room(self._of_peer.get(peer, {}), self.limits.peer_connections) or not self._has_room(
-            self._open, self._most
-        ):
+        of_peer = [connection for connection in self._open if connection.peer == peer]
+        if not _has_room(of_peer, self.limits.peer_connections) or not _has_room(self._open, self._most):
             accepted.close()
             return
         accepted.setblocking(False)
         connection = GuardedConnection(self, accepted, peer)
         self._open[connection] = None
-        self._of_peer.setdefault(peer, {})[connection] = None
-        tls = self.server.config.ssl
+        tls = self.config.ssl
         connecting = self._loop.connect_accepted_socket(
             lambda: connection,
             accepted,
@@ -133,16 +109,6 @@ class Listener:
         if opening.cancelled() or opening.exception() is not None:  # the handshake failed, or the client has gone
             self.forget(connection)
 
-    def _has_room(self, group: dict[GuardedConnection, None], most: int) -> bool:
-        """Return whether another connection fits; if the group is full, end the one that has waited longest."""
-        if len(group) < most:
-            return True
-        waiting = [connection for connection in group if not connection.is_answering]
-        if not waiting:
-            return False
-        max(waiting, key=GuardedConnection.dispensability).end()
-        return True
-
     def _end_late_ones(self) -> None:
         now = self._loop.time()
         for connection in [connection for connection in self._open if connection.is_late(now)]:
@@ -150,15 +116,25 @@ class Listener:
         self._timer = self._loop.call_later(_LOOK_EVERY_S, self._end_late_ones)
 
 
+def _has_room(group: Collection[GuardedConnection], most: int) -> bool:
+    """Return whether another connection fits; if the group is full, end the one that has waited longest."""
+    if len(group) < most:
+        return True
+    waiting = [connection for connection in group if not connection.is_answering]
+    if not waiting:
+        return False
+    max(waiting, key=GuardedConnection.dispensability).end()
+    return True
+
+
 class GuardedConnection(HttpToolsProtocol):
     """One connection, which knows what its client has yet to send and since when."""
 
-    def __init__(self, listener: Listener, accepted: socket.socket, peer: str) -> None:
-        server = listener.server
+    def __init__(self, server: GuardedServer, accepted: socket.socket, peer: str) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server.config, server.server_state, server.lifespan.state, loop)
         self.peer = peer
-        self._listener, self._accepted, self._limits = listener, accepted, listener.limits
+        self._guard, self._accepted, self._limits = server, accepted, server.limits
         self._awaited = _Awaited.HEAD  # so a connection that never sends anything becomes late
         self._since = self._read_since = loop.time()
         self._unparsed = 0  # bytes since the parser last passed on a head, a piece of a body or its end
@@ -190,7 +166,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def end(self) -> None:
         """Close the connection immediately and stop counting it."""
-        self._listener.forget(self)
+        self._guard.forget(self)
         if self.transport is not None:
             self.transport.abort()
         else:
@@ -199,7 +175,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
-        self._listener.forget(self)
+        self._guard.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
