@@ -396,12 +396,10 @@ class EstimationService:
             self.working.give_back(caller.client, more)
 
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
-        values, config = question.values, question.config
+        config = question.config
         assert config is not None
         answer = await self._in_thread(
-            lambda: estimate(
-                config, device=values["device"], machine=values["machine"], data=self.data, method="fast"
-            ).to_mapping()
+            lambda: estimate(config, method="fast", data=self.data, **question.options).to_mapping()
         )
         self.metrics.answered("fast")
         return {

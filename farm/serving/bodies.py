@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -348,7 +347,6 @@ class Health(BaseModel):
 
 
 _KEY_CHARACTERS = 32
-_HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
 _LOOK_EVERY_S = 10.0  # between looks for refitted models
@@ -368,20 +366,22 @@ class ClientQuestion:
     """One question in canonical form.
 
     kind      estimate, fit or plan
-    values    JSON that a child process needs to answer
+    job       JSON from which a child process makes the model and its inputs
+    options   keywords of the function of `learn` that answers, as JSON
     config    the trial config, if the job is one
     fast      whether fitted trees answer it, from the config's features alone
     """
 
     kind: str
-    values: Mapping[str, Any]
+    job: Mapping[str, Any]
+    options: Mapping[str, Any]
     config: TrialConfig | None
     fast: bool = False
 
     @property
     def text(self) -> str:
         """Return the question as JSON, the same for equal questions."""
-        return json.dumps({"kind": self.kind, **self.values}, sort_keys=True)
+        return json.dumps({"kind": self.kind, "job": self.job, "options": self.options}, sort_keys=True)
 
     def key(self, state: str) -> str:
         """Return the question's id. `state` names the code and the models that answer."""
@@ -391,35 +391,35 @@ class ClientQuestion:
 def estimate_question(request: EstimateRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/estimate`. Raises `Problem`."""
     device = device_at(request.device, "/device")
-    job, config = _job(request, policy)
+    job, options, config = _job(request, policy)
     fast = request.method == "fast"
     if fast and (problem := _fast_problem(request, config, device)):
         raise invalid(problem, "/method")
-    return ClientQuestion("estimate", {**job, **_how(request), "device": device.name}, config, fast)
+    return ClientQuestion("estimate", job, {**options, **_how(request), "device": device.name}, config, fast)
 
 
 def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/fit`. Raises `Problem`."""
-    job, config = _job(request, policy)
+    job, options, config = _job(request, policy)
     if request.kind == "script":
         raise invalid("find is of a job given by config, model or hf_config", "/script")
-    values: dict[str, Any] = {**job, **_how(request), "find": request.find, "by": request.by}
+    options = {**options, **_how(request), "by": request.by}
     if request.find == "devices":
         names = device_names() if request.devices is None else request.devices
         devices = [device_at(name, f"/devices/{place}") for place, name in enumerate(names)]
         if not devices:
             raise invalid("devices must name a GPU model", "/devices")
-        values["devices"] = sorted({device.name for device in devices})
+        options["devices"] = sorted({device.name for device in devices})
     else:
-        values["device"] = device_at(request.device or DEFAULT_DEVICE, "/device").name
-    return ClientQuestion("fit", values, config)
+        options["device"] = device_at(request.device or DEFAULT_DEVICE, "/device").name
+    return ClientQuestion("fit", job, options, config)
 
 
 def plan_question(request: PlanRequest, policy: Policy) -> ClientQuestion:
     """Return the question of `/v1/plan`. Raises `Problem`."""
-    job, _ = _job(request, policy)
-    values = {name: getattr(request, name) for name in ("gpus", "global_batch", "checkpointing", "modes", "coverage")}
-    return ClientQuestion("plan", {**job, **values, "device": device_at(request.device, "/device").name}, None)
+    job, options, _ = _job(request, policy)
+    given = {name: getattr(request, name) for name in ("gpus", "global_batch", "checkpointing", "modes", "coverage")}
+    return ClientQuestion("plan", job, {**options, **given, "device": device_at(request.device, "/device").name}, None)
 
 
 def config_at(mapping: Mapping[str, Any], pointer: str, trust: Sequence[str] = ()) -> TrialConfig:
@@ -434,21 +434,34 @@ def device_at(name: str, pointer: str) -> DeviceSpec:
         return describe_device(name)
 
 
-def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfig | None]:
-    """Return the job as canonical JSON, and the trial config if it is one."""
+def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], dict[str, Any], TrialConfig | None]:
+    """Return the job and its options as canonical JSON, and the trial config if it is one."""
     parallel = _parallel(request)
+    options: dict[str, Any] = {} if parallel is None else {"parallel": parallel}
+    if request.script is not None:
+        if not policy.scripts:
+            detail = "This service takes no scripts; its operator can start it with scripts=true."
+            raise Problem(403, "scripts-not-allowed", detail, (("/script", "not allowed here"),))
+        return {"script": request.script, "script_arguments": request.script_arguments}, options, None
     if request.config is None:
-        read = {"model": _read_model, "hf_config": _read_hf_config, "script": _read_script}[request.kind]
-        return {**read(request, policy), "parallel": parallel}, None
+        job: dict[str, Any] = {"inputs": request.inputs, "batch_size": request.batch_size}
+        implied: dict[str, Any] = {}
+        if request.hf_config is None:
+            job |= _named_model(request, policy)
+        else:
+            model, implied = _hf_model(request)
+            job |= model
+        return job, {**options, "input_dtype": request.input_dtype, **_training(request, implied)}, None
     config = config_at(request.config, "/config", policy.trust)
     if problem := refusal(config):
         raise invalid(problem, "/config")
     if parallel is not None and config.parallel is not None:
         raise invalid("the trial config has parallel already; leave this one out", "/parallel")
-    return {"config": config.to_mapping(), "parallel": parallel}, config
+    return {"config": config.to_mapping()}, options, config
 
 
-def _read_model(request: JobFields, policy: Policy) -> dict[str, Any]:
+def _named_model(request: JobFields, policy: Policy) -> dict[str, Any]:
+    """Return the model and its arguments."""
     from featurize.job.code_names import granted_model, library_problem
 
     arguments = request.arguments or {}
@@ -457,58 +470,42 @@ def _read_model(request: JobFields, policy: Policy) -> dict[str, Any]:
         model = granted_model(request.model, policy.trust)
         if problem := library_problem(model, json.dumps(arguments), advice=_MODELS_TAKEN):
             raise invalid(problem, "/model")
-    return {"model": request.model, "arguments": arguments, **_module_fields(request)}
+    return {"model": request.model, "arguments": arguments}
 
 
-def _read_hf_config(request: JobFields, _: Policy) -> dict[str, Any]:
+def _hf_model(request: JobFields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the model of a Hugging Face config, its inputs if none are given, and the training settings implied."""
     from featurize.configs.hf_config import hf_inputs, hf_model, lora_of, quantization_of
 
     assert request.hf_config is not None
     with _as_problem("/hf_config"):
         model, arguments, notes = hf_model(request.hf_config)
-    quantized: dict[str, Any] = {}
+    job: dict[str, Any] = {"model": model, "arguments": arguments, "notes": notes}
+    implied: dict[str, Any] = {}
     if quantization := request.hf_config.get("quantization_config"):
         with _as_problem("/hf_config/quantization_config"):
-            quantized = quantization_of(quantization)
-    lora: dict[str, Any] = {}
+            implied = quantization_of(quantization)
     if request.adapter_config is not None:
         with _as_problem("/adapter_config"):
-            lora = {"lora": lora_of(request.adapter_config)}
-    fields = _module_fields(request, quantized)
-    if fields["inputs"] is None:
+            job["lora"] = lora_of(request.adapter_config)
+    if request.inputs is None:
         with _as_problem("/batch_size" if request.batch_size is None else "/sequence_length"):
-            fields["inputs"] = hf_inputs(request.hf_config, request.batch_size, request.sequence_length)
-        fields["batch_size"] = None
-    return {"model": model, "arguments": arguments, "notes": list(notes), **lora, **fields}
+            inputs = hf_inputs(request.hf_config, request.batch_size, request.sequence_length)
+        job |= {"inputs": inputs, "batch_size": None}
+    return job, implied
 
 
-def _read_script(request: JobFields, policy: Policy) -> dict[str, Any]:
-    if not policy.scripts:
-        raise Problem(
-            403,
-            "scripts-not-allowed",
-            "This service takes no scripts; its operator can start it with scripts=true.",
-            (("/script", "not allowed here"),),
-        )
-    return {"script": request.script, "script_arguments": request.script_arguments}
-
-
-def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the other fields of a module's job; `quantized`: training settings implied by its configuration."""
+def _training(request: JobFields, implied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training settings, checked, with those that follow from the job."""
     from featurize.job.training_settings import Training
     from learn.estimation.requests import training_settings
 
     with _as_problem("/training"):
-        if repeated := sorted(quantized.keys() & request.training.keys()):
+        if repeated := sorted(implied.keys() & request.training.keys()):
             raise UsageError(f"{', '.join(repeated)}: quantization_config says it already; leave either out")
-        training = training_settings({**request.training, **quantized})
+        training = training_settings({**request.training, **implied})
         Training(**training)
-    return {
-        "inputs": request.inputs,
-        "input_dtype": request.input_dtype,
-        "batch_size": request.batch_size,
-        "training": training,
-    }
+    return training
 
 
 def _parallel(request: JobFields) -> str | None:
@@ -528,7 +525,7 @@ def _how(request: HowFields) -> dict[str, Any]:
     if request.allocator is not None:
         with _as_problem("/allocator"):
             AllocatorSettings.parse(request.allocator)
-    return {name: getattr(request, name) for name in _HOW}
+    return request.model_dump(include=set(HowFields.model_fields), exclude_none=True)
 
 
 def _fast_problem(request: EstimateRequest, config: TrialConfig | None, device: DeviceSpec) -> str | None:

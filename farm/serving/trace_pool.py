@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,7 @@ class TracePool:
                     question.encode() + b"\n",
                     time_limit_s=self._limits.seconds,
                     memory_limit_bytes=self._limits.memory_bytes,
-                    has_folder="script" in json.loads(question),
+                    has_folder="script" in json.loads(question)["job"],
                 )
             except ServerLost:
                 if self._ended.wait(_START_AGAIN_S):
@@ -218,9 +218,8 @@ def answer_question(limits: dict[str, Any], channel: int) -> None:
 
 def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     scrubber = Scrubber(Path(limits.data))
-    answers = {"estimate": _estimate, "fit": _fit, "plan": _plan}
     try:
-        return {"answer": scrubber.values(answers[question["kind"]](question, limits))}
+        return {"answer": scrubber.values(_answer(question["kind"], question["job"], question["options"], limits))}
     except ServerLost:  # not the job's fault: without an answer it is queued again
         raise
     except CommandError as error:
@@ -233,99 +232,59 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
         return {"problem": scrubber.text(f"the job cannot be traced: {type(error).__name__}: {error}"[:2000])}
 
 
-def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
-    from learn.estimation.estimating import estimate
+def _answer(kind: str, job: Mapping[str, Any], options: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+    """Return the answer of `learn` to the fields of a `farm.serving.bodies.ClientQuestion`."""
+    from learn.estimation.estimating import devices_that_fit, estimate, largest_batch
     from learn.estimation.notes import INFO, Note
+    from learn.job.inputs import model_inputs
+    from learn.planning.plans import plan
 
-    if "script" in question:
-        return _estimate_script(question, limits)
-    estimated = estimate(
-        _job(question, limits), _inputs(question), device=question["device"], **_options(question, limits)
-    )
-    notes = (Note("hf-config", INFO, text) for text in question.get("notes", ()))
+    options = {**options, "data": limits.data}
+    if "script" in job:
+        return _estimate_script(job, options, limits)
+    model, inputs = _model(job, limits.trust), model_inputs(job.get("inputs"), job.get("batch_size"))
+    if kind == "plan":
+        return plan(model, inputs, **options).to_mapping()
+    if kind == "fit" and "devices" in options:
+        fits = devices_that_fit(model, inputs, **options)
+        return {"find": "devices", "devices": [device_fit.to_mapping() for device_fit in fits]}
+    if kind == "fit":
+        return {"find": "largest_batch", **largest_batch(model, inputs, **options).to_mapping()}
+    estimated = estimate(model, inputs, **options)
+    notes = (Note("hf-config", INFO, text) for text in job.get("notes", ()))
     return replace(estimated, notes=(*estimated.notes, *notes)).to_mapping()
 
 
-def _fit(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
-    from learn.estimation.estimating import devices_that_fit, largest_batch
-
-    job, inputs = _job(question, limits), _inputs(question)
-    options = {**_options(question, limits), "by": question["by"]}
-    if question["find"] == "devices":
-        fits = devices_that_fit(job, inputs, devices=question["devices"], **options)
-        return {"find": "devices", "devices": [device_fit.to_mapping() for device_fit in fits]}
-    return {"find": "largest_batch", **largest_batch(job, inputs, device=question["device"], **options).to_mapping()}
-
-
-def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
-    from learn.planning.plans import plan
-
-    training = {name: value for name, value in question["training"].items() if name != "checkpointing"}
-    job = _job(question, limits)
-    assert not isinstance(job, Mapping)
-    planned = plan(
-        job,
-        _inputs(question),
-        gpus=question["gpus"],
-        device=question["device"],
-        global_batch=question["global_batch"],
-        checkpointing=question["checkpointing"],
-        modes=question["modes"],
-        parallel=question["parallel"],
-        coverage=question["coverage"],
-        input_dtype=question["input_dtype"],
-        data=limits.data,
-        **training,
-    )
-    return planned.to_mapping()
-
-
-def _estimate_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+def _estimate_script(job: Mapping[str, Any], options: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     from learn.script.estimating import estimate_script
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, _SCRIPT).write_text(question["script"], encoding="utf-8")
+        Path(folder, _SCRIPT).write_text(job["script"], encoding="utf-8")
         os.chdir(folder)
-        how = {name: question[name] for name in ("coverage", "machine", "loop", "allocator", "workspaces")}
         estimated = estimate_script(
-            ["python", _SCRIPT, *question["script_arguments"]],
-            device=question["device"],
-            data=limits.data,
+            ["python", _SCRIPT, *job["script_arguments"]],
             time_limit_s=limits.seconds,
             memory_limit_gib=limits.memory_bytes / 2**30,
-            **how,
+            **options,
         )
     os.chdir("/")
     return estimated.to_mapping()
 
 
-def _job(question: Mapping[str, Any], limits: TraceLimits) -> Any:
+def _model(job: Mapping[str, Any], trust: Sequence[str]) -> Any:
     """Return the trial config, or a factory of the model; nothing is imported before it is called."""
-    if "config" in question:
+    if "config" in job:
         from featurize.configs.trial import config_of_row
 
-        return config_of_row(json.dumps(question["config"]), limits.trust)
+        return config_of_row(json.dumps(job["config"]), trust)
     from featurize.configs.hf_config import with_lora
     from featurize.families import zoo
     from featurize.job.code_names import granted_model
 
-    model, arguments = granted_model(question["model"], limits.trust), json.dumps(question["arguments"])
+    model, arguments = granted_model(job["model"], trust), json.dumps(job["arguments"])
 
     def factory() -> nn.Module:
         made = zoo.create(model, arguments)
-        return with_lora(made, question["lora"]) if "lora" in question else made
+        return with_lora(made, job["lora"]) if "lora" in job else made
 
     return factory
-
-
-def _inputs(question: Mapping[str, Any]) -> Any:
-    from learn.job.inputs import model_inputs
-
-    return model_inputs(question.get("inputs"), question.get("batch_size"))
-
-
-def _options(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
-    names = ("coverage", "machine", "loop", "allocator", "workspaces", "parallel")
-    given = {name: question[name] for name in names if question.get(name) is not None}
-    of_model = {"input_dtype": question["input_dtype"], **question["training"]} if "model" in question else {}
-    return {**given, **of_model, "data": limits.data}

@@ -26,7 +26,7 @@ _WANTED_EVERY_S = 30.0  # between updates of a question's last use
 _WAL_BYTES = 4 * 2**20
 _FREE_PAGES = 256  # free pages to keep in the file for the next questions
 _GIVEN_BACK_PAGES = 4096  # pages to free at a time, while others wait
-_VERSION = 2  # version of the file; questions of another version are deleted
+_VERSION = 3  # version of the file; questions of another version are deleted
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
     key TEXT PRIMARY KEY, client TEXT NOT NULL, question TEXT NOT NULL, state TEXT NOT NULL,
