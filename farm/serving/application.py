@@ -9,9 +9,9 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
@@ -66,7 +66,7 @@ from farm.serving.gate import (
 )
 from farm.serving.kubernetes import review as review_pod
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
+from farm.serving.trace_store import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder
@@ -258,14 +258,12 @@ class EstimationService:
         self.settings = settings
         self.scrubber = Scrubber(folder.root)
         self.log = RequestLog(settings.log)
-        self.questions = questions or TraceStore(folder.service)
+        self.questions = questions or TraceStore(folder.service, settings)
         self.metrics = ServiceMetrics()
         self.data = str(folder.root)
         self._thread = ThreadPoolExecutor(1, "estimates")
         self.policy = Policy(settings.trust, settings.scripts)
-        limits = settings.limits
-        self.working, self.waiting = Places(limits.concurrent), Places(limits.concurrent)
-        self._question_limits = QuestionLimits(limits.queued, 2**20 * limits.stored_mib, settings.cache_s)
+        self.working, self.waiting = Places(settings.limits.concurrent), Places(settings.limits.concurrent)
         self._state = ServiceState(folder)
         self.warm = False
 
@@ -288,10 +286,15 @@ class EstimationService:
         if len(jobs) > self.settings.limits.batch:
             raise invalid(f"a batch has at most {self.settings.limits.batch:,} jobs, got {len(jobs):,}", "/jobs")
         results: list[dict[str, Any]] = []
-        with self._places(caller, min(len(jobs), _TOGETHER)):
+        more_places = min(len(jobs), _TOGETHER, max(1, self.working.limit // 4)) - 1
+        if not self.working.take(caller.client, more_places):
+            raise busy("Your share of the work in progress is used up; try again in a second.")
+        try:
             for start in range(0, len(jobs), _TOGETHER):
                 turn = enumerate(jobs[start : start + _TOGETHER], start)
                 results += await asyncio.gather(*(self._of_batch(job, place, caller) for place, job in turn))
+        finally:
+            self.working.give_back(caller.client, more_places)
         return _json({"results": results})
 
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
@@ -344,12 +347,11 @@ class EstimationService:
         estimates = []
         for asked in rows:
             row = await self._wait_for_row(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
-            if row.state == FAILED:
-                raise _describe_failure(row)
-            if row.answer is None:
+            answer = _answer_of("estimate", row)
+            if "url" in answer:
                 detail = "The job is not yet known: it is being traced. Ask again in a second."
                 raise Problem(HTTPStatus.CONFLICT, "not-yet-known", detail, headers={"retry-after": "1"})
-            estimates.append(Estimate.from_mapping(row.answer))
+            estimates.append(Estimate.from_mapping(answer["estimate"]))
         return estimates
 
     async def answer_of(self, kind: str, key: str, caller: Caller) -> Response:
@@ -371,7 +373,7 @@ class EstimationService:
         while True:
             await asyncio.sleep(_FORGET_EVERY_S)
             try:
-                await self.questions.forget(self._question_limits)
+                await self.questions.forget()
             except Exception as error:  # a full disk, or a deployment of Ray Serve that is restarted
                 self.log.event("forget", problem=str(error))
 
@@ -383,17 +385,6 @@ class EstimationService:
         from learn.sharing import admitting  # noqa: F401
 
         estimate_many([MLP_EXAMPLE], method="fast", data=self.data)
-
-    @contextmanager
-    def _places(self, caller: Caller, jobs: int) -> Iterator[None]:
-        """Hold a place for each further job that a request works on in parallel. Raises `Problem`."""
-        more = min(jobs, max(1, self.working.limit // 4)) - 1
-        if not self.working.take(caller.client, more):
-            raise busy("Your share of the work in progress is used up; try again in a second.")
-        try:
-            yield
-        finally:
-            self.working.give_back(caller.client, more)
 
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
         config = question.config
@@ -418,10 +409,7 @@ class EstimationService:
             question = estimate_question(request, self.policy)
             if question.fast:
                 return await self._fast(question)
-            row = await self._ask(question, caller)
-            if row.state == FAILED:
-                raise _describe_failure(row)
-            return _done("estimate", row) if row.state == DONE else _pending("estimate", row)
+            return _answer_of("estimate", await self._ask(question, caller))
         except Problem as problem:
             return problem.document()
 
@@ -430,7 +418,7 @@ class EstimationService:
             detail = f"A question for a trace has at most {_LARGEST_QUESTION // 1024} KiB of JSON."
             raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
         key = question.key(self._state.text)
-        row = await self.questions.ask(key, question.text, caller.client, self._question_limits)
+        row = await self.questions.ask(key, question.text, caller.client)
         if row is None:
             raise busy("Your share of the questions that wait for a trace is used up; try again later.", 30)
         if row.is_finished:
@@ -447,31 +435,22 @@ class EstimationService:
         if row.is_finished or not caller.wait_s or not self.waiting.take(client):
             return row
         self.working.give_back(client)
+        began = time.monotonic()
         try:
-            return await self._poll(row, caller.wait_s)
+            while not row.is_finished and (waited_s := time.monotonic() - began) < caller.wait_s:
+                await asyncio.sleep(min(max(_LOOK_EVERY_S, waited_s / 10), _LOOK_SELDOM_S))
+                row = await self.questions.get(row.key) or row
+            return row
         finally:
             self.waiting.give_back(client)
             self.working.hold(client)  # even over the share; the gate gives it back
 
     async def _respond(self, kind: str, row: QuestionRow, caller: Caller) -> Response:
-        """Return the answer, or its future URL."""
-        row = await self._wait_for_row(row, caller)
-        if row.state == FAILED:
-            raise _describe_failure(row)
-        if row.state == DONE:
-            return _json(_done(kind, row))
-        pending = _pending(kind, row)
-        return _json(pending, HTTPStatus.ACCEPTED, headers={"location": pending["url"], "retry-after": "1"})
-
-    async def _poll(self, row: QuestionRow, wait_s: float) -> QuestionRow:
-        """Poll the row until it is finished or the time is up; return it."""
-        began = time.monotonic()
-        current: QuestionRow | None = row
-        while current is not None and not current.is_finished and (waited_s := time.monotonic() - began) < wait_s:
-            row = current
-            await asyncio.sleep(min(max(_LOOK_EVERY_S, waited_s / 10), _LOOK_SELDOM_S))
-            current = await self.questions.get(row.key)
-        return current or row
+        """Return the answer, or its future URL. Raises `Problem`."""
+        answer = _answer_of(kind, await self._wait_for_row(row, caller))
+        if "url" not in answer:
+            return _json(answer)
+        return _json(answer, HTTPStatus.ACCEPTED, headers={"location": answer["url"], "retry-after": "1"})
 
     async def _in_thread(self, work: Any) -> Any:
         try:
@@ -497,15 +476,12 @@ def invalid_body(errors: Any, prefix: str) -> Problem:
     return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
 
 
-def _describe_failure(row: QuestionRow) -> Problem:
-    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", row.problem or "the trace failed")
-
-
-def _done(kind: str, row: QuestionRow) -> dict[str, Any]:
-    return {"id": row.key, "status": "done", "method": "full", kind: row.answer}
-
-
-def _pending(kind: str, row: QuestionRow) -> dict[str, Any]:
+def _answer_of(kind: str, row: QuestionRow) -> dict[str, Any]:
+    """Return a question's answer, or its future URL as `url`. Raises `Problem` if it cannot be answered."""
+    if row.state == FAILED:
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", row.problem or "the trace failed")
+    if row.state == DONE:
+        return {"id": row.key, "status": "done", "method": "full", kind: row.answer}
     return {"id": row.key, "status": row.state, "url": f"/v1/{kind}s/{row.key}", "retry_after_s": 1.0}
 
 

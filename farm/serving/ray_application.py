@@ -71,7 +71,7 @@ class Traces(TraceStore):
         )
         with contextlib.ExitStack() as opened:  # closed if a later step fails
             opened.enter_context(only_service(folder))
-            super().__init__(folder.service)
+            super().__init__(folder.service, settings)
             opened.callback(self.close)
             opened.enter_context(TracePool(self, limits, settings.traces, RequestLog(settings.log).event))
             self._opened = opened.pop_all()

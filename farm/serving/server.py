@@ -56,7 +56,7 @@ def serve(settings: ServeSettings) -> int:
         )
         with (
             listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}") as listening,
-            contextlib.closing(TraceStore(folder.service)) as store,
+            contextlib.closing(TraceStore(folder.service, settings)) as store,
             tempfile.TemporaryDirectory(prefix="gpufarm-metrics-", ignore_cleanup_errors=True) as metrics_folder,
             TracePool(store, limits, settings.traces, log.event),
         ):

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from farm.queue.queue_file import QueueFile
 from farm.serving.gate import is_within_share
+from farm.serving.settings import ServeSettings
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # attempts at a question whose child process, or whose service, was killed
@@ -39,15 +40,6 @@ CREATE INDEX IF NOT EXISTS ended ON questions (state, ended_at, bytes);
 CREATE INDEX IF NOT EXISTS turns ON questions (client, started_at);
 CREATE TABLE IF NOT EXISTS pulse (place INTEGER PRIMARY KEY CHECK (place = 0), at REAL NOT NULL);
 """
-
-
-@dataclass(frozen=True)
-class QuestionLimits:
-    """waiting: questions; stored_bytes: of questions and answers; fresh_s: how long an answer is reused."""
-
-    waiting: int
-    stored_bytes: int
-    fresh_s: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +80,7 @@ class TraceStore:
 
     Args:
         path: The file, made on first use.
+        settings: Limits of the waiting and the stored questions, and how long an answer is reused.
         clock: Seconds since 1970.
 
     Raises:
@@ -95,11 +88,12 @@ class TraceStore:
         QueueError: The file cannot be opened or written.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, path: Path, settings: ServeSettings, clock: Callable[[], float] = time.time) -> None:
+        self._waiting, self._stored_bytes = settings.limits.queued, 2**20 * settings.limits.stored_mib
+        self._fresh_s, self._clock = settings.cache_s, clock
         self._file = QueueFile(path, _BUSY_S, _prepare)
 
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
+    async def ask(self, key: str, question: str, client: str) -> QuestionRow | None:
         """Return the question's row; add it if it is new or its answer is too old.
 
         Returns None if the client's share of the waiting places is used up.
@@ -107,11 +101,11 @@ class TraceStore:
         now = self._clock()
         with self._file.transaction():
             row = self._row(key)
-            if row is not None and not (row.is_finished and now - (row.ended_at or 0.0) > limits.fresh_s):
+            if row is not None and not (row.is_finished and now - (row.ended_at or 0.0) > self._fresh_s):
                 self._want(row, now)
                 self._take_over(row, client)
                 return row
-            if not self._has_share(client, len(question), limits):
+            if not self._has_share(client, len(question)):
                 return None
             self._file.change(
                 "INSERT OR REPLACE INTO questions (key, client, question, state, asked_at, wanted_at) "
@@ -146,15 +140,15 @@ class TraceStore:
         )
         return None if row is None else (row[0], row[1])
 
-    async def forget(self, limits: QuestionLimits) -> None:
+    async def forget(self) -> None:
         """Delete old answers, and questions that no client asks for. Gives their space back to the disk.
 
-        Beyond `stored_bytes`, the oldest answers go first, however young.
+        Beyond `limits.stored_mib`, the oldest answers go first, however young.
         """
-        await asyncio.to_thread(self._forget, limits)
+        await asyncio.to_thread(self._forget)
 
-    def _forget(self, limits: QuestionLimits) -> None:
-        ends = self._clock() - max(limits.fresh_s, _LEAST_KEPT_S)
+    def _forget(self) -> None:
+        ends = self._clock() - max(self._fresh_s, _LEAST_KEPT_S)
         with self._file.transaction():
             self._file.change(
                 "DELETE FROM questions WHERE state IN (?, ?) AND ended_at < ? AND wanted_at < ?",
@@ -162,12 +156,12 @@ class TraceStore:
             )
             self._file.change("DELETE FROM questions WHERE state = ? AND wanted_at < ?", (QUEUED, ends))
             (stored,) = self._file.only("SELECT ifnull(sum(bytes), 0) FROM questions")
-            if stored > limits.stored_bytes:
+            if stored > self._stored_bytes:
                 self._file.change(
                     "DELETE FROM questions WHERE key IN (SELECT key FROM (SELECT key, sum(bytes) OVER"
                     " (ORDER BY ended_at, key) - bytes AS older_bytes FROM questions WHERE state IN (?, ?))"
                     " WHERE older_bytes < ?)",
-                    (DONE, FAILED, stored - limits.stored_bytes),
+                    (DONE, FAILED, stored - self._stored_bytes),
                 )
         if self._file.only("PRAGMA freelist_count")[0] > _FREE_PAGES:
             # A statement by itself would stop after the first page.
@@ -226,16 +220,15 @@ class TraceStore:
             (QUEUED, *values, RUNNING),
         )
 
-    def _has_share(self, client: str, size: int, limits: QuestionLimits) -> bool:
+    def _has_share(self, client: str, size: int) -> bool:
         rows = self._file.all(
             "SELECT client, count(*), sum(bytes) FROM questions WHERE state IN (?, ?) GROUP BY client",
             (QUEUED, RUNNING),
         )
         waiting, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
         n, n_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
-        return is_within_share(waiting, 1, n, limits.waiting) and is_within_share(
-            own_bytes, size, n_bytes, limits.stored_bytes
-        )
+        has_place = is_within_share(waiting, 1, n, self._waiting)
+        return has_place and is_within_share(own_bytes, size, n_bytes, self._stored_bytes)
 
     def _want(self, row: QuestionRow, now: float) -> None:
         """Note that a client asks for the row."""
@@ -267,14 +260,14 @@ class RemoteQuestions:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
-        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client, limits))
+    async def ask(self, key: str, question: str, client: str) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client))
 
     async def get(self, key: str) -> QuestionRow | None:
         return cast("QuestionRow | None", await self._handle.get.remote(key))
 
-    async def forget(self, limits: QuestionLimits) -> None:
-        await self._handle.forget.remote(limits)
+    async def forget(self) -> None:
+        await self._handle.forget.remote()
 
     async def counts(self) -> dict[str, int]:
         return cast("dict[str, int]", await self._handle.counts.remote())

@@ -11,6 +11,7 @@ import pytest
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import checked_output, output_file, write_output
 from farm.queue.jobs import Queue
+from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder, FolderPlace
 
@@ -76,7 +77,7 @@ def test_standard_output_is_written_after_what_was_printed(place, name):
 def whole(place):
     """A data folder in which every file and folder that the layout names exists, the databases open."""
     data = DataFolder.resolve(place / "data").create()
-    store = TraceStore(data.service)
+    store = TraceStore(data.service, ServeSettings())
     with Queue.open(data.queue):
         names = [name for name, value in vars(DataFolder).items() if isinstance(value, FolderPlace)]
         for path in (getattr(data, name) for name in names):

@@ -8,10 +8,10 @@ import types
 import pytest
 
 from farm.serving.gate import CLIENT, Gate, Places, RequestLog, ServiceMetrics
-from farm.serving.settings import LimitSettings
-from farm.serving.trace_store import DONE, QuestionLimits, TraceStore
+from farm.serving.settings import LimitSettings, ServeSettings
+from farm.serving.trace_store import DONE, TraceStore
 
-LIMITS = QuestionLimits(waiting=100, stored_bytes=4 * 2**20, fresh_s=60.0)
+SETTINGS = ServeSettings(limits=LimitSettings(queued=100, stored_mib=4), cache_s=60.0)
 
 
 class Clock:
@@ -29,7 +29,7 @@ def clock():
 
 @pytest.fixture
 def store(tmp_path, clock):
-    store = TraceStore(tmp_path / "a'; echo foo.sqlite", clock)
+    store = TraceStore(tmp_path / "a'; echo foo.sqlite", SETTINGS, clock)
     yield store
     store.close()
 
@@ -37,7 +37,7 @@ def store(tmp_path, clock):
 def ask_many(store, client, n, text="{}", first=0):
     """The keys that were taken of n questions."""
     keys = [f"{client}{place:04}" for place in range(first, first + n)]
-    return [key for key in keys if asyncio.run(store.ask(key, text, client, LIMITS)) is not None]
+    return [key for key in keys if asyncio.run(store.ask(key, text, client)) is not None]
 
 
 def size_of(tmp_path):
@@ -68,12 +68,12 @@ def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock
     keys, large = ask_many(store, "someone", 40, "x" * 20_000), {"large": "y" * 80_000}
     for _ in keys:
         store.answered(store.lease(9)[0], large)
-    asyncio.run(store.forget(LIMITS))
+    asyncio.run(store.forget())
     assert asyncio.run(store.get(keys[0])).state == DONE and size_of(tmp_path) > 3 * 2**20
     clock.now += 700
     asyncio.run(store.get(keys[0]))
     clock.now += 500
-    asyncio.run(store.forget(LIMITS))
+    asyncio.run(store.forget())
     assert asyncio.run(store.get(keys[0])).answer == large and asyncio.run(store.get(keys[1])) is None
     assert (tmp_path / "a'; echo foo.sqlite").stat().st_size < 2**20
 

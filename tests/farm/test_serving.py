@@ -20,6 +20,7 @@ import pytest
 
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
+from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import TraceStore
 from learn import JobProfile, estimate, estimate_many
@@ -273,7 +274,7 @@ def test_beyond_its_limits_a_service_says_so_and_killed_it_leaves_what_was_asked
         first.stop()
     assert not psutil.wait_procs(answering, timeout=ENDS_WITHIN_S)[1]
     # A pool without places: the next service's, before it traces.
-    with contextlib.closing(TraceStore(folder.service)) as store, TracePool(store, LIMITS, 0):
+    with contextlib.closing(TraceStore(folder.service, ServeSettings())) as store, TracePool(store, LIMITS, 0):
         assert store.lease(1)[0] == pending["id"]
 
 
