@@ -20,7 +20,6 @@ LOADERS = {
     ("conf/children/__main__.py", ""): "a preparation that our own code names, in a process of its own",
     ("conf/children/keeper.py", "serve"): "modules that our own code names, over a socket that only it inherits",
     ("conf/children/keeper.py", "_run"): "a function that our own code names, over a socket that only it inherits",
-    ("conf/children/keeper.py", "run_program"): "a program of its caller's, as the caller's user runs it",
     ("conf/cli/commands.py", "settings_class"): "a literal of the table of commands",
     ("farm/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",
     ("learn/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",

@@ -32,11 +32,9 @@ import json
 import math
 import os
 import pkgutil
-import runpy
 import select
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -111,7 +109,6 @@ class ChildOutput:
 
 
 TIME, MEMORY = "time", "memory"
-RUN_PROGRAM = "conf.children.keeper:run_program"  # runs a Python file with its arguments
 
 
 def receive(source: socket.socket, most_bytes: int) -> bytes:
@@ -379,12 +376,6 @@ def _run(wanted: dict[str, Any], folder: str | None, channels: list[int]) -> Non
     if folder is not None:  # for all temporary files; the keeper deletes it
         os.environ["TMPDIR"] = tempfile.tempdir = folder
     pkgutil.resolve_name(wanted["function"])(wanted["arguments"], *channels)
-
-
-def run_program(program: list[str]) -> None:
-    """Run a Python file with its arguments as a program. Children run this function."""
-    sys.argv = program
-    runpy.run_path(program[0], run_name="__main__")
 
 
 def _tell(to: socket.socket, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The process that runs a script. A keeper runs this file (`conf.children`), with this project first on the path.
+"""The process that runs a script, as a child of `conf.children`, with this project first on the path.
 
 Start reading at `main`; `learn.script.run` has the run.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sys
 from pathlib import Path
 
 from featurize.trace.light_imports import without_compiler
 
 
 def main(request_path: str) -> None:
-    """Run the script of a request, as `learn.script.estimating` writes it."""
+    """Run the script of a request, as `learn.script.estimating` writes it. Children run this function."""
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables = request["command"]["variables"]
@@ -27,7 +26,3 @@ def main(request_path: str) -> None:
     leave_out_distributed()
     os.environ.update(variables)
     ScriptRun(**request).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -11,10 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
+from conf.children.keeper import MEMORY, TIME
 from conf.children.running import local_server
 from conf.errors import UsageError, require_one_of, shown
 from conf.plain_text import one_line
@@ -171,8 +170,8 @@ def _record(
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
         child = server.start(
-            RUN_PROGRAM,
-            [str(Path(__file__).with_name("child.py")), str(request_path)],
+            "learn.script.child:main",
+            str(request_path),
             time_limit_s=time_limit_s,
             memory_limit_bytes=int(memory_limit_gib * 2**30),
             keeps_output=not show_output,

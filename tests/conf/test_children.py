@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from conf.children import containment, running
-from conf.children.keeper import MEMORY, RUN_PROGRAM, TIME
+from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ServerLost, local_server
 from conf.errors import EnvironmentProblem
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
@@ -36,7 +36,7 @@ CALLER = """
 import sys
 from conf.children.running import local_server
 with local_server("", has_folder=True) as server:
-    server.start("conf.children.keeper:run_program", sys.argv[1:], time_limit_s=60, memory_limit_bytes=2**32).wait()
+    server.start("runpy:run_path", sys.argv[1], time_limit_s=60, memory_limit_bytes=2**32).wait()
 """
 
 
@@ -49,12 +49,18 @@ def base(place, monkeypatch):
     assert not list(place.iterdir())
 
 
+def write_program(folder, code, *arguments):
+    """Write a program that sees these arguments; return its path."""
+    program = folder / "program.py"
+    program.write_text(f"import sys\nsys.argv[1:] = {[*map(str, arguments)]}\n{code}")
+    return program
+
+
 def run(code, *arguments, environment=None, time_limit_s=60.0, memory_limit_bytes=4 * GIB):
     with local_server("", environment, has_folder=True) as server:
-        program = server.folder / "program.py"
-        program.write_text(code)
+        program = write_program(server.folder, code, *arguments)
         limits = {"time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes}
-        return server.start(RUN_PROGRAM, [str(program), *map(str, arguments)], **limits).wait()
+        return server.start("runpy:run_path", str(program), **limits).wait()
 
 
 @pytest.mark.parametrize(
@@ -70,9 +76,8 @@ def test_a_daemon_ends_with_the_process_that_started_it(base, tmp_path, then, co
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp_path, number):
     note = tmp_path / "daemon"
-    program = tmp_path / "program.py"
-    program.write_text(DAEMON + WAIT)
-    with subprocess.Popen([sys.executable, "-c", CALLER, str(program), str(note)]) as caller:
+    program = write_program(tmp_path, DAEMON + WAIT, note)
+    with subprocess.Popen([sys.executable, "-c", CALLER, str(program)]) as caller:
         await_note(note, caller)
         processes = psutil.Process(caller.pid).children(recursive=True)
         assert any(base.iterdir())

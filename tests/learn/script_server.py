@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import run_program
 from conf.children.running import Child, ChildServer, local_server
 from featurize.trace import import_tracer
 
@@ -44,16 +44,16 @@ class PreparedRunner:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder)
 
-    def start(self, _: str, arguments: list[str], **options: Any) -> Child:
-        """Run a program in this process's working folder, with its environment or the given one."""
+    def start(self, function: str, request_path: str, **options: Any) -> Child:
+        """Run a function in this process's working folder, with its environment or the given one."""
         environment = dict(os.environ if self._environment is None else self._environment)
-        place = {"folder": os.getcwd(), "environment": environment, "program": arguments}
+        place = {"folder": os.getcwd(), "environment": environment, "function": function, "argument": request_path}
         return self._server.start(f"{__name__}:run_there", place, **options)
 
 
 def run_there(place: dict[str, Any]) -> None:
-    """Run a program in a folder and an environment. Children run this function."""
+    """Run a function in a folder and an environment. Children run this function."""
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"])
-    run_program(place["program"])
+    pkgutil.resolve_name(place["function"])(place["argument"])
