@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.errors import UsageError
@@ -28,8 +30,8 @@ from featurize.timing.collectives import ALL_REDUCE, BROADCAST
 from featurize.training.streams import SentNote, Streams
 from featurize.training.training_step import TrainingStep
 
-ONE_BUCKET = (float("inf"),)
-BROADCAST_LIMITS = (250.0 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py
+_ONE_BUCKET = (sys.maxsize,)
+_BROADCAST_LIMITS = (250 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py
 _FIRST_MIB, _LATER_MIB = 1, 25  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes, ...BytesCap
 _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 
@@ -51,7 +53,7 @@ class Rank:
     """
 
     needs_factory = divides_graphs = keeps_operators = False
-    bucket_limits: tuple[float, ...] | None = None
+    bucket_limits: tuple[int, ...] | None = None
     parameters = 0
     recorder: Recorder
     part: PipelinePart | None = None
@@ -193,12 +195,13 @@ class Replica:
         with self._recorder, torch.no_grad():
             # The first rank's state is sent in flat copies, a few at a time.
             in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
-            for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
+            parts = [local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]
+            for members in _assign_buckets(parts, _BROADCAST_LIMITS):
                 in_flight.append(_flat(members))
             in_flight.clear()
             # In reverse order of the parameters, which is about the order in which gradients are completed.
-            limits = ONE_BUCKET if self._rebuilds else self.limits
-            self._fill(assign_buckets(map(_size, self._parameters), limits)[::-1], self._parameters)
+            limits = _ONE_BUCKET if self._rebuilds else self.limits
+            self._fill(_assign_buckets(self._parameters, limits)[::-1])
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
@@ -214,7 +217,7 @@ class Replica:
             return
         self._rebuilds = False
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
-        self._fill(assign_buckets(map(_size, order), self.limits), order)
+        self._fill(_assign_buckets(order, self.limits))
 
     def _reduce(self, parameter: Tensor) -> None:
         """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
@@ -248,12 +251,12 @@ class Replica:
                     own_part(parameter.grad, parameter).copy_(self._views[id(parameter)])
         self._reduced.clear()
 
-    def _fill(self, buckets: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
+    def _fill(self, buckets: Sequence[Sequence[Tensor]]) -> None:
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._bytes: list[int] = []
         for members in buckets:
-            self._take([parameters[place] for place in members])
+            self._take(members)
 
     def _take(self, members: Sequence[Tensor]) -> None:
         parts = [local_tensor(parameter.detach()) for parameter in members]
@@ -272,7 +275,7 @@ class Replica:
 
     def broadcast_buffers(self) -> None:
         """Send the first rank's buffers to all others."""
-        groups = _in_groups(list(self._model.buffers()))
+        groups = _assign_buckets([*self._model.buffers()], _BROADCAST_LIMITS)
         for members in groups:
             self._streams.send(BROADCAST, sum(t.nbytes for t in members), self._axis)
         with torch.no_grad():
@@ -300,7 +303,7 @@ class Replica:
             )
 
 
-def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
+def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
     """Return the sizes in bytes at which the first bucket and all later ones are full.
 
     Only torch's default size has a smaller first bucket (torch/nn/parallel/distributed.py: `_BucketCapacityConfig`).
@@ -313,36 +316,22 @@ def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
     return (int(bucket_cap_mb * MIB),)
 
 
-def assign_buckets(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
-    """Return the tensors of each bucket, by their indices, in the order in which the buckets fill up.
+def _assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[list[Tensor]]:
+    """Return the tensors of each bucket, in the order in which torch fills the buckets.
 
-    A bucket holds one type. It takes tensors until its bytes reach the limit, with all of the last one; each type has
-    its own sequence of limits (torch/csrc/distributed/c10d/reducer.cpp: `compute_bucket_assignment_by_size`).
+    A bucket holds one type. It takes tensors until their own bytes reach the limit, with all of the last one; each type
+    has its own sequence of limits.
 
     Args:
-        tensors: Type and bytes of each tensor.
+        tensors: The tensors, or the ranks' parts of them.
         limits: Bytes of each bucket; the last one applies to all further buckets.
     """
-    full: list[list[int]] = []
-    waiting: dict[Hashable, tuple[list[int], int]] = {}
-    filled: dict[Hashable, int] = {}
-    for place, (kind, nbytes) in enumerate(tensors):
-        members, total = waiting.pop(kind, ([], 0))
-        members.append(place)
-        total += nbytes
-        number = filled.get(kind, 0)
-        if total >= limits[min(number, len(limits) - 1)]:
-            full.append(members)
-            filled[kind] = number + 1
-        else:
-            waiting[kind] = members, total
-    return [*full, *(members for members, _ in waiting.values())]
-
-
-def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors in groups that are sent together."""
-    groups = assign_buckets(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
-    return [[tensors[place] for place in members] for members in groups]
+    if not tensors:
+        return []
+    parts = [local_tensor(tensor.detach()) for tensor in tensors]
+    # Without the tensors' places, torch would sort the buckets.
+    buckets, _ = dist._compute_bucket_assignment_by_size(parts, limits, [], [*range(len(parts))])
+    return [[tensors[place] for place in members] for members in buckets]
 
 
 def _flat(members: Sequence[Tensor]) -> Tensor:
@@ -354,7 +343,3 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
     (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
     sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
     return [p for p in model.parameters() if id(p) not in sparse]
-
-
-def _size(tensor: Tensor) -> tuple[torch.dtype, int]:
-    return tensor.dtype, local_tensor(tensor.detach()).nbytes
