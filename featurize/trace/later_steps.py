@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +24,6 @@ from torch import Tensor
 from featurize.recording.block_record import RecordMoment, Stretch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Event, Operator, StepTrace
-from featurize.recording.values import tensors_of
 from featurize.trace.trace_cache import State
 from featurize.training.training_step import TrainingStep
 
@@ -34,20 +33,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Step:
-    """Moments of one step, as numbers of events.
+    """One step, whose moments are numbers of events.
 
-    begins    before its batch is there
-    lets_go   when a loop frees the previous step's output and loss
-    held      blocks of its own output and loss
-    given     blocks of its inputs as the model takes them, which end with the step in any loop
-    drops     from and until when the step drops its output, and then its loss, with all that only these hold
+    at      moment -> when the step first reached it
+    given   blocks of its inputs as the model takes them, which end with the step in any loop
+    held    blocks of its own output and loss
     """
 
-    begins: int
-    lets_go: int = 0
-    held: set[int] = field(default_factory=set)
+    at: dict[str, int] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
-    drops: list[tuple[int, int]] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+
+    def frees_late(self, index: int, block: int) -> bool:
+        """Return whether a loop frees a block later than the step, which frees it at the event `index`: its output and
+        loss, and what the step frees as it drops these."""
+        at = self.at
+        drops = at["assigned"] <= index < at["backward"] or at["updated"] <= index < at["end"]
+        return block not in self.given and (drops or block in self.held)
 
 
 class StepsInALoop:
@@ -56,82 +58,54 @@ class StepsInALoop:
     def __init__(self, recorder: BlockRecord) -> None:
         self._recorder = recorder
         self._steps: list[_Step] = []
-        self._dropping_from: int | None = None
 
-    def reached(self, moment: str, inputs: object, variables: Sequence[object]) -> None:
+    def reached(self, moment: str, given: set[int], held: set[int]) -> None:
         """Record that a step has reached a moment: one of `TrainingStep`, or of its caller.
 
         Args:
             moment: The moment. A step `begins` before its batch exists.
-            inputs: The model's inputs where its output and loss are assigned.
-            variables: These two.
+            given: Blocks of the model's inputs where its output and loss are `assigned`.
+            held: Blocks of these two.
         """
-        now = len(self._recorder.events)
         if moment == "begins":
-            self._steps.append(_Step(begins=now))
+            self._steps.append(_Step())
         step = self._steps[-1]
-        if moment == "held":
-            step.lets_go = now
-        elif moment == "assigned":
-            step.held = self._recorder.blocks_in(tensors_of(variables))
-            step.given = self._recorder.blocks_in(tensors_of(inputs))
-        elif moment in ("backward", "end") and self._dropping_from is not None:
-            step.drops.append((self._dropping_from, now))
-            self._dropping_from = None
-        if moment in ("assigned", "updated"):  # from here on, the step drops what it holds
-            self._dropping_from = now
-
-    def repeat(self, begins: int, known: Mapping[int, int], moved: Callable[[int], int]) -> None:
-        """Record that the first step was repeated.
-
-        Args:
-            begins: Before the second step's batch.
-            known: Block of the first step -> the second step's, where it has its own.
-            moved: Returns the moment of the second step for one of the first.
-        """
-        first = self._steps[0]
-        held, given = ({known.get(block, block) for block in blocks} for blocks in (first.held, first.given))
-        drops = [(moved(since), moved(until)) for since, until in first.drops]
-        self._steps.append(_Step(begins, moved(first.lets_go), held, given, drops))
+        step.at.setdefault(moment, len(self._recorder.events))
+        if moment == "assigned":
+            step.given, step.held = given, held
 
     def looped(self, trace: StepTrace) -> StepTrace:
         """Return the trace of the same steps in a usual loop."""
         first, second = self._steps
+        begins, ends = second.at["begins"], len(trace.events)
         events, blocks = list(trace.events), list(trace.blocks)
         late = {
             index
-            for step, end in ((first, second.begins), (second, len(events)))
-            for index in range(step.drops[0][0], end)
-            if (event := events[index]).nbytes < 0
-            and event.block not in step.given
-            and _is_late(step, index, event.block)
+            for step, end in ((first, begins), (second, ends))
+            for index in range(step.at["assigned"], end)
+            if events[index].nbytes < 0 and step.frees_late(index, events[index].block)
         }
-        batch = [event for event in events[first.begins : first.lets_go] if blocks[event.block].kind == "batch"]
+        batch = [e for e in events[first.at["begins"] : first.at["held"]] if blocks[e.block].kind == "batch"]
         brought = [event._replace(block=len(blocks) + position, step=2) for position, event in enumerate(batch)]
         given_back = [event._replace(nbytes=-event.nbytes, step=2) for event in batch]
-        let_go = [events[index]._replace(step=2, phase="forward") for index in sorted(late) if index < second.begins]
+        let_go = [events[index]._replace(step=2, phase="forward") for index in sorted(late) if index < begins]
 
         def usual(begin: int, end: int) -> list[Event]:
             return [events[index] for index in range(begin, end) if index not in late]
 
         in_loop = (
-            *usual(0, second.begins),
+            *usual(0, begins),
             *brought,
             *given_back,
-            *usual(second.begins, second.lets_go),
+            *usual(begins, second.at["held"]),
             *let_go,
-            *usual(second.lets_go, len(events)),
+            *usual(second.at["held"], ends),
         )
         blocks += [blocks[event.block] for event in batch]
         return replace(trace, events=in_loop, blocks=self._recorder.named_by_lifetime(blocks, in_loop))
 
 
-def _is_late(step: _Step, index: int, block: int) -> bool:
-    """Return whether a loop frees a block later than the step, which frees it at the event `index`."""
-    return block in step.held or any(begin <= index < end for begin, end in step.drops)
-
-
-_MOMENTS = ("forward", "held", "optimizer", "updated", "end")
+_PASSES = ("forward", "held", "assigned", "backward")  # moments of a step before its update
 
 
 class TraceAgain(Exception):
@@ -148,27 +122,27 @@ class SecondStep:
     Args:
         recorder: Records the steps.
         step: The training step. It accumulates no gradients, and frees them before it begins.
-        loop: Notified of both steps; None if the steps already run in a loop.
         before: Result of `kept_by` at the start of the first step.
     """
 
-    def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:
-        self._recorder, self._step, self._loop, self._before = recorder, step, loop, before
+    def __init__(self, recorder: Recorder, step: TrainingStep, before: State | None) -> None:
+        self._recorder, self._step, self._before = recorder, step, before
         self._decided = recorder.decided
-        self._marks: list[RecordMoment] = []
-        self._stretches: list[Stretch] = []  # until the model's output is held, the optimizer, its end, the step's end
+        self._moment, self._mark = "", recorder.memory.mark()
+        self._after: dict[str, Stretch] = {}  # moment -> what the first step did from there to the next one
+        self._variables: dict[str, tuple[set[int], set[int]]] = {}  # moment -> blocks of the step's variables
 
-    def reached(self, moment: str) -> None:
-        """Record that the first step has reached one of `_MOMENTS`."""
+    def reached(self, moment: str, given: set[int], held: set[int]) -> None:
+        """Record that the first step has reached a moment, as `StepsInALoop.reached`."""
         recorder = self._recorder
-        if moment != _MOMENTS[len(self._marks)]:  # a loop's, or the phase in which an average is updated
+        if moment == self._moment:  # a further phase of the optimizer, in which an average is updated
             return
         if moment == "optimizer":
             self._decided -= recorder.decided
             recorder.log.keep_operators = False  # the second step's operators count
-        if self._marks:
-            self._stretches.append(recorder.memory.since(self._marks[-1]))
-        self._marks.append(recorder.memory.mark())
+        self._after[self._moment] = recorder.memory.since(self._mark)
+        self._moment, self._mark = moment, recorder.memory.mark()
+        self._variables[moment] = given, held
 
     def goes_alike(self) -> bool:
         """Return whether the first step shows that the second one's passes are the same."""
@@ -176,9 +150,9 @@ class SecondStep:
         gradients = self._step.gradients()
         if self._decided or self._before is None or any(gradient.is_sparse for gradient in gradients):
             return False
-        forward, rest, _update, end = self._stretches
-        left = {*forward.leaving, *rest.leaving}
-        given_back = {*forward.entering, *rest.entering, *end.entering}
+        passes, end = [self._after[moment] for moment in _PASSES], self._after["updated"]
+        left = {block for stretch in passes for block in stretch.leaving}
+        given_back = {block for stretch in (*passes, end) for block in stretch.entering}
         held = state_of(self._step.held)  # also within objects, such as caches of keys and values
         tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
         self._held = recorder.memory.blocks_in(tensors)
@@ -186,47 +160,40 @@ class SecondStep:
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
 
-    def run(self, batch: tuple[Tensor, ...]) -> None:
-        """Record the second step. `batch` is copied to the device before; if it stays there, it is empty.
-
-        Raises `TraceAgain` if something that `goes_alike` does not see holds a variable that the loop frees.
-        """
-        recorder, step = self._recorder, self._step
-        forward, rest, _update, end = self._stretches
-        recorder.memory.step, recorder.memory.phase, begins = 2, "forward", len(recorder.memory.events)
-        if batch:
-            recorder.new_batch(batch)
-        for block in dict.fromkeys(map(recorder.memory.block_of, step.gradients())):
-            recorder.memory.give_back(block)
-        passes = len(recorder.memory.events)
-        known = recorder.memory.repeat(forward, {})
-        held = [recorder.memory.storages[block] for block in self._held]
-        step.hold()
-        if any(storage in recorder.memory.live for storage in held):
-            raise TraceAgain(repeats=False)
-        known |= recorder.memory.repeat(rest, known)
-        recorder.log.keep_operators = True
-        with recorder:
-            step.update()
-        updated = len(recorder.memory.events)
-        recorder.memory.repeat(end, {block: known[block] for block in end.entering})
-        if self._loop is not None:
-            self._loop.repeat(begins, known, self._moved(known, passes, updated))
-
-    def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
-        """Return a function from the number of an event of the first step to that of the second step's event.
+    def run(self, batch: tuple[Tensor, ...], reached: Callable[[str, set[int], set[int]], None]) -> None:
+        """Record the second step. Raises `TraceAgain` if something that `goes_alike` does not see holds a variable that
+        the loop frees.
 
         Args:
-            known: Block of the first step -> the second step's; none for those that are allocated once.
-            passes: Number of the event at which the second step's passes begin.
-            updated: Number of the event after its update.
+            batch: It is copied to the device before; empty if it stays there.
+            reached: Called with the second step's moments, as `StepsInALoop.reached`.
         """
-        first, after = self._marks[0].events, self._marks[-2].events
-        events = (*self._stretches[0].events, *self._stretches[1].events)
-        before = list(accumulate((event.block in known for event in events), initial=0))
-        return lambda event_index: (
-            passes + before[event_index - first] if event_index < after else updated + event_index - after
-        )
+        memory, step = self._recorder.memory, self._step
+        memory.step, memory.phase = 2, "forward"
+        known: dict[int, int] = {}  # block of the first step -> the second step's
+
+        def report(moment: str) -> None:
+            reached(moment, *[{known.get(block, block) for block in blocks} for blocks in self._variables[moment]])
+
+        report("begins")
+        if batch:
+            self._recorder.new_batch(batch)
+        for block in dict.fromkeys(map(memory.block_of, step.gradients())):
+            memory.give_back(block)
+        for moment in _PASSES:
+            if moment == "held":
+                held = [memory.storages[block] for block in self._held]
+                step.hold()
+                if any(storage in memory.live for storage in held):
+                    raise TraceAgain(repeats=False)
+            report(moment)
+            known |= memory.repeat(self._after[moment], known)
+        self._recorder.log.keep_operators = True
+        with self._recorder:
+            step.update()
+        report("updated")
+        memory.repeat(self._after["updated"], known)
+        report("end")
 
 
 def kept_by(step: TrainingStep) -> State | None:

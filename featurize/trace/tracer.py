@@ -423,12 +423,12 @@ class Tracing:
         self._second: SecondStep | None = None
         if len(of_shape) == 1:
             if self.repeats:
-                self._second = SecondStep(recorder, step, self._in_a_loop, self._kept or kept_by(step))
+                self._second = SecondStep(recorder, step, self._kept or kept_by(step))
             second = self._second
             self._run_step(1, *of_shape[0], keep_operators=second is not None or self._rank.keeps_operators)
             batch = of_shape[0] if self._made_target is None else (of_shape[0][0], self._made_target)
             if second is not None and second.goes_alike():
-                second.run(tuple(tensors_of(batch)) if self.training_loop else ())
+                second.run(tuple(tensors_of(batch)) if self.training_loop else (), self._report)
                 recorder.memory.name(state_tensors(step.optimizer), "optimizer_state")
             else:
                 self._run_step(STEPS, *batch)
@@ -448,11 +448,15 @@ class Tracing:
             self._recorder.memory.name(self._step.gradients(), "gradient")
 
     def _reached(self, moment: str, inputs: object = (), variables: Sequence[object] = ()) -> None:
-        """Report a moment of the step to what derives other steps from it."""
+        """Report a moment of the step, with the blocks of its variables, to what derives other steps from it."""
+        blocks_in = self._recorder.memory.blocks_in
+        self._report(moment, blocks_in(tensors_of(inputs)), blocks_in(tensors_of(variables)))
+
+    def _report(self, moment: str, given: set[int], held: set[int]) -> None:
         if self._in_a_loop is not None:
-            self._in_a_loop.reached(moment, inputs, variables)
+            self._in_a_loop.reached(moment, given, held)
         if self._second is not None and self._recorder.memory.step == 1:
-            self._second.reached(moment)
+            self._second.reached(moment, given, held)
 
     def _run_step(
         self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False

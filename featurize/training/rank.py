@@ -330,7 +330,7 @@ def _assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[li
         return []
     parts = [local_tensor(tensor.detach()) for tensor in tensors]
     # Without the tensors' places, torch would sort the buckets.
-    buckets, _ = dist._compute_bucket_assignment_by_size(parts, limits, [], [*range(len(parts))])
+    buckets, _ = dist._compute_bucket_assignment_by_size(parts, [*limits], [], [*range(len(parts))])
     return [[tensors[place] for place in members] for members in buckets]
 
 
