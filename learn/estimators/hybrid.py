@@ -356,14 +356,15 @@ class HybridEstimator(Estimator):
         target = self.require_fitted()
         records, refusals = records_of(cases, steps)
         known, n = list(records), len(cases)
-        centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
+        centre, least = np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
+        widening: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
         outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
+        table, base = np.empty((0, 0)), np.empty(0)
         if known:
             known_records = list(records.values())
             table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
-            scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
             shares = np.ones(len(known))
@@ -375,11 +376,20 @@ class HybridEstimator(Estimator):
                     unfamiliar[i] = reasons
                 if unlike.widening:
                     outside.add(i)
-                    scale[i] *= self._widening(unlike.widening, scale[i], kind[i])
+                    widening[i] = unlike.widening
             corrected = base.copy()
             if (learned := shares > 0).any():
                 corrected[learned] = self._centre(self._correction, table[learned], base[learned])
             centre[known] = np.where(shares < 1, base + shares * (corrected - base), corrected)
+
+        def scales() -> np.ndarray:
+            scale = np.full(n, np.nan)
+            if known:
+                scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
+            for i, axes in widening.items():
+                scale[i] *= self._widening(axes, scale[i], kind[i])
+            return scale
+
         return ResidualPrediction(
             centre,
             self._scores,
@@ -387,7 +397,7 @@ class HybridEstimator(Estimator):
             warnings=too_few_for(LEVEL, self._held_out_rows),
             refusals=refusals,
             unfamiliar=unfamiliar,
-            scale=scale,
+            scale=scales,
             kind=kind,
             least=least,
             outside=frozenset(outside),

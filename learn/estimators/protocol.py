@@ -302,8 +302,9 @@ class ResidualPrediction(Prediction):
     centre      (n,) the point in that space; NaN in the rows of `refusals`
     residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
                 case. An empty one stands for a bare point, without a bound
-    scale       (n,); kind (n,) int: index of the row's `residuals`; least (n,) in the target's unit: lower limit of
-                the row's figures
+    scale       (n,), or a function that returns it, called on first use
+    kind        (n,) int: index of the row's `residuals`; least (n,) in the target's unit: lower limit of the row's
+                figures
     held        index in `residuals` -> the share of left-out rows for which the bound at `LEVEL` held
     times       (n,) factors of the figures, where these were learned as multiples
     """
@@ -311,7 +312,7 @@ class ResidualPrediction(Prediction):
     centre: np.ndarray
     residuals: np.ndarray | Sequence[np.ndarray]
     space: str
-    scale: np.ndarray | float = 1.0
+    scale: np.ndarray | float | Callable[[], np.ndarray] = 1.0
     kind: np.ndarray | int = 0
     least: np.ndarray | float = 0.0
     held: Mapping[int, HeldShare] = field(default_factory=dict)
@@ -331,7 +332,7 @@ class ResidualPrediction(Prediction):
         edges = np.asarray(edges, dtype=float)
         edges = np.broadcast_to(edges, (n, edges.shape[-1]))
         multiples = edges / np.broadcast_to(self.times, n)[:, None]
-        scale, kind, least = (np.broadcast_to(values, n) for values in (self.scale, self.kind, self.least))
+        scale, kind, least = (np.broadcast_to(values, n) for values in (self._scales, self.kind, self.least))
         gap = (to_space(multiples, self.space) - self.centre[:, None]) / scale[:, None]
         below = np.zeros(edges.shape)
         for index, residuals in enumerate(self._by_kind):
@@ -354,6 +355,10 @@ class ResidualPrediction(Prediction):
         kind = self.kind[row] if isinstance(self.kind, np.ndarray) else self.kind
         return None if row in self.outside else self.held.get(int(kind))
 
+    @functools.cached_property
+    def _scales(self) -> np.ndarray | float:
+        return self.scale() if callable(self.scale) else self.scale
+
     @property
     def _by_kind(self) -> Sequence[np.ndarray]:
         return (self.residuals,) if isinstance(self.residuals, np.ndarray) else self.residuals
@@ -361,7 +366,7 @@ class ResidualPrediction(Prediction):
     def _at(self, score_of: Callable[[np.ndarray], float]) -> np.ndarray:
         kinds = set(np.ravel(self.kind).tolist())
         scores = [score_of(residuals) if index in kinds else 0.0 for index, residuals in enumerate(self._by_kind)]
-        return self._figure(self.centre + self.scale * np.asarray(scores, dtype=float)[self.kind])
+        return self._figure(self.centre + self._scales * np.asarray(scores, dtype=float)[self.kind])
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space) * self.times, self.least))
