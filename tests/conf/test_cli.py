@@ -3,6 +3,7 @@
 import errno
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -71,30 +72,21 @@ def test_what_is_given_of_a_search_space_replaces_what_stood_there(text, value, 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys):
-    def entry(cfg):
-        raise OSError(number, "refused", "/some/where")
-
-    assert _run(["+arch=cnn", "n=1"], entry) == 2
+    assert _run(["+arch=cnn", "n=1"], Mock(side_effect=OSError(number, "refused", "/some/where"))) == 2
     assert capsys.readouterr().err == "error: refused: /some/where\n"
 
 
 @pytest.mark.parametrize("kind", [UsageError, EnvironmentProblem])
 def test_both_kinds_of_errors_end_a_command_with_one_line_and_arrive_whole_from_a_worker(kind, capsys):
-    def entry(cfg):
-        raise kind("a'; echo foo\nis damaged")
-
-    assert _run([], entry, "status") == 2
+    assert _run([], Mock(side_effect=kind("a'; echo foo\nis damaged")), "status") == 2
     assert capsys.readouterr().err == "error: a'; echo foo\\nis damaged\n"
     error = pickle.loads(pickle.dumps(kind("line 1\nline 2", keep_lines=True)))
     assert (type(error), str(error), error.keep_lines) == (kind, "line 1\nline 2", True)
 
 
 def test_our_own_bugs_keep_their_traceback():
-    def entry(cfg):
-        raise ValueError("not a user's mistake")
-
     with pytest.raises(ValueError, match="not a user's"):
-        _run(["+arch=cnn", "n=1"], entry)
+        _run(["+arch=cnn", "n=1"], Mock(side_effect=ValueError("not a user's mistake")))
 
 
 @pytest.mark.parametrize("name", ["estimate", "plan"])

@@ -354,18 +354,19 @@ def test_valid_settings_are_taken(text):
 
 
 @pytest.mark.parametrize(
-    "text", [*INVALID, "backend:cudaMallocAsync", "max_split_size_mb:-1", "max_split_size_mb:64.5"]
+    ("text", "message"),
+    [
+        *((text, text.split(":")[0]) for text in INVALID),
+        ("backend:cudaMallocAsync", "backend"),
+        ("max_split_size_mb:-1", "max_split_size_mb"),
+        ("max_split_size_mb:64.5", "max_split_size_mb"),
+        ("max_split_size_mb:3,garbage_collection_threshold:7", r"max_split_size_mb.*garbage_collection_threshold"),
+        ("max_split:128", r"unknown key 'max_split'; known: .*expandable_segments.*roundup_power2"),
+    ],
 )
-def test_invalid_settings_name_the_key(text):
-    with pytest.raises(UsageError, match=text.split(":")[0]):
+def test_invalid_settings_are_all_named_and_unknown_ones_list_the_known(text, message):
+    with pytest.raises(UsageError, match=message):
         AllocatorSettings.parse(text)
-
-
-def test_every_bad_setting_is_reported_and_unknown_ones_list_the_known():
-    with pytest.raises(UsageError, match=r"max_split_size_mb.*garbage_collection_threshold"):
-        AllocatorSettings.parse("max_split_size_mb:3,garbage_collection_threshold:7")
-    with pytest.raises(UsageError, match=r"unknown key 'max_split'; known: .*expandable_segments.*roundup_power2"):
-        AllocatorSettings.parse("max_split:128")
 
 
 def taken_by_pytorch(texts):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.timing.collectives import (
@@ -110,11 +109,6 @@ def test_of_groups_in_one_node_the_one_with_the_fewest_links_counts():
     assert fabric_of_axis(V100, ranks(8), 4, 1).node_gb_s == 100
     assert fabric_of(V100, ranks(16)).node_gb_s == 150  # all of two nodes
     assert fabric_of_axis(V100, ranks(6), 2, 3).kind == "pcie"  # 0 and 3 have links, 1 and 4 none
-
-
-def test_more_gpus_a_node_than_its_mesh_has_are_refused():
-    with pytest.raises(UsageError, match="nodes of this GPU model have 8 GPUs"):
-        fabric_of(V100, ranks(16, gpus_per_node=16))
 
 
 def step_ms(parallel, message_ms=0.0, forward_ms=1.0, backward_ms=2.0):

@@ -119,8 +119,6 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
     unknown = estimate(dataclasses.replace(MLP, depth=6), known="runs")
     assert unknown.answered_by["memory"] == "hybrid (default)"
     assert "the data folder has no run of this job" in unknown.warnings[-1]
-    with pytest.raises(UsageError, match="known=runs is for trial configs"):
-        estimate(net, images(8), known="runs")
 
 
 def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_folder):
@@ -270,5 +268,3 @@ def test_a_run_of_another_gpu_moves_that_one_alone():
         for one in devices_that_fit(net, images(8), devices=devices, known=known)
     }
     assert by["RTX-4090"] == "trace with 1 measured run" and "measured" not in by["A100-SXM4-40GB"]
-    with pytest.raises(UsageError, match="without a device"):
-        devices_that_fit(net, images(8), devices=devices, known=[{"batch_size": 8, "memory_mib": 900}])

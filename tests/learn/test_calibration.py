@@ -136,12 +136,6 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
             measured_in_csv(path, A100)
 
 
-@pytest.mark.parametrize("odd", ["dgx", 5, True, ["current"], "x" * 300])
-def test_an_unknown_machine_names_the_known_ones(odd):
-    with pytest.raises(UsageError, match=r"unknown machine .*; known: current, described, eager"):
-        estimate(mlp, [32, 64], machine=odd)
-
-
 def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, answer, shown):
     data = f"data={tmp_path / 'd'}"
     printed = answer("calibrate", data, "idle_mib=300", "context_mib=500")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,52 +75,6 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
     )
     assert "auto, cpu, cuda, simulated" in refused("submit", "+arch=mlp", "n=1", "device=B1000")
     assert "an estimate is for a GPU model" in refused("estimate", "device=cpu", config)
-
-
-FACTORIES = """
-from torch import nn
-def net(width=4): return nn.Linear(8, width)
-class Config:
-    def __init__(self, width=4): self.width = width
-class Model(nn.Module):
-    config_class = Config
-    def __init__(self, config):
-        super().__init__()
-        self.layer = nn.Linear(8, config.width)
-    def forward(self, x): return self.layer(x)
-there = nn.Linear(8, 4)
-"""
-
-
-@pytest.fixture
-def factories(tmp_path, monkeypatch):
-    (tmp_path / "a_users_nets.py").write_text(FACTORIES)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
-    yield "a_users_nets"
-    sys.modules.pop("a_users_nets", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "parameters"),
-    [("net", ["arguments={width: 10}"], 90), ("Model", ["arguments={width: 10}"], 90), ("Model", [], 36)],
-)
-def test_a_model_on_the_command_line_takes_arguments(factories, answer, name, arguments, parameters):
-    assert answer("estimate", f"model={factories}:{name}", "input=[2,8]", *arguments)["parameters"] == parameters
-
-
-@pytest.mark.parametrize(
-    ("job", "arguments", "message"),
-    [
-        ("model=a_users_nets:Model", "{widht: 10}", "has no widht; near names: width"),
-        ("model=a_users_nets:net", "[3]", "arguments must be a JSON object"),
-        ("model=a_users_nets:there", "{width: 3}", "takes no arguments"),
-        (f"config='{json.dumps(CONFIG)}'", "{width: 3}", "arguments are for model="),
-    ],
-)
-def test_arguments_that_are_wrong_are_told(factories, refused, job, arguments, message):
-    inputs = ["input=[2,8]"] if job.startswith("model") else []
-    assert message in refused("estimate", job, *inputs, f"arguments={arguments}")
 
 
 @pytest.fixture

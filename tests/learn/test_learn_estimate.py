@@ -31,6 +31,7 @@ DEVICE = "A100-SXM4-40GB"
 DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 
+NETS, INPUT = "gpufarm_test_nets", "input=[8,4]"
 FACTORIES = """
 import torch
 from torch import nn
@@ -41,7 +42,23 @@ def net():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
 def needs(width):
-    return nn.Linear(width, 10)
+    return nn.Linear(8, width)
+
+there = nn.Linear(8, 4)
+
+class Config:
+    def __init__(self, width=4):
+        self.width = width
+
+class Model(nn.Module):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__()
+        self.layer = nn.Linear(8, config.width)
+
+    def forward(self, x):
+        return self.layer(x)
 
 def number():
     return 5
@@ -73,11 +90,11 @@ class Tokens(nn.Module):
 
 @pytest.fixture
 def factories(tmp_path, monkeypatch):
-    (tmp_path / "gpufarm_test_nets.py").write_text(FACTORIES)
+    (tmp_path / f"{NETS}.py").write_text(FACTORIES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield "gpufarm_test_nets"
-    sys.modules.pop("gpufarm_test_nets", None)
+    yield
+    sys.modules.pop(NETS, None)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +277,15 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
             lambda: estimate(wide_net, SHAPE, torch_version="9.0"),
             r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got",
         ),
+        (lambda: estimate(wide_net, SHAPE, known="runs"), "known=runs is for trial configs"),
+        (lambda: devices_that_fit(wide_net, SHAPE, known=[{"batch_size": 8, "memory_mib": 900}]), "without a device"),
+        *(
+            (
+                lambda odd=odd: estimate(wide_net, SHAPE, machine=odd),
+                "unknown machine .*; known: current, described, eager",
+            )
+            for odd in ("dgx", 5, True, ["current"], "x" * 300)
+        ),
     ],
 )
 def test_mistakes_are_named(call, said):
@@ -268,31 +294,45 @@ def test_mistakes_are_named(call, said):
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("arguments", "said"),
     [
-        ("model=no_such_module:net", "cannot import no_such_module"),
-        ("model=NETS:nett", "has no attribute 'nett'"),
-        ("model=NETS:answer", "answer is int, neither a module nor a factory"),
-        ("model=NETS", "model is MODULE:FACTORY"),
-        ("model=NETS:needs", "missing 1 required positional argument"),
-        ("model=NETS:number", "the factory gave int"),
+        (["model=no_such_module:net", INPUT], "cannot import no_such_module"),
+        ([f"model={NETS}:nett", INPUT], "has no attribute 'nett'"),
+        ([f"model={NETS}:answer", INPUT], "answer is int, neither a module nor a factory"),
+        ([f"model={NETS}", INPUT], "model is MODULE:FACTORY"),
+        ([f"model={NETS}:needs", INPUT], "missing 1 required positional argument"),
+        ([f"model={NETS}:number", INPUT], "the factory gave int"),
         (
-            "model=NETS:peeks",
+            [f"model={NETS}:peeks", INPUT],
             "fails in operator aten::_local_scalar_dense of module '1': UnknownValue: the model reads",
         ),
-        ("model=NETS:Tokens", "input_dtype=int64"),
-        ("run=no-such-run", "does not exist"),
-        ("config={family: mlp}", "missing"),
-        ("format=xml", "unknown format 'xml'; known: json, table"),
+        ([f"model={NETS}:Tokens", INPUT], "input_dtype=int64"),
+        ([f"model={NETS}:Model", INPUT, "arguments={widht: 10}"], "has no widht; near names: width"),
+        ([f"model={NETS}:needs", INPUT, "arguments=[3]"], "arguments must be a JSON object"),
+        ([f"model={NETS}:there", INPUT, "arguments={width: 3}"], "takes no arguments"),
+        ([f"config='{json.dumps(CONFIG.to_mapping())}'", "arguments={width: 3}"], "arguments are for model="),
+        (["run=no-such-run"], "does not exist"),
+        (["config={family: mlp}"], "missing"),
+        (["format=xml"], "unknown format 'xml'; known: json, table"),
     ],
 )
-def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, refused, argument, said):
-    shape = ["input=[8,4]"] if argument.startswith("model") else []
-    assert said in refused("estimate", argument.replace("NETS", factories), *shape)
+@pytest.mark.usefixtures("factories")
+def test_command_says_mistakes_in_one_line_and_exits_with_2(refused, arguments, said):
+    assert said in refused("estimate", *arguments)
 
 
-def test_what_a_model_prints_does_not_mix_with_the_json(factories, outcome):
-    code, out, err = outcome("estimate", f"model={factories}:talks", "input=[4,3,32,32]", "format=json")
+@pytest.mark.parametrize(
+    ("name", "arguments", "parameters"),
+    [("needs", ["arguments={width: 10}"], 90), ("Model", ["arguments={width: 10}"], 90), ("Model", [], 36)],
+)
+@pytest.mark.usefixtures("factories")
+def test_a_model_on_the_command_line_takes_arguments(answer, name, arguments, parameters):
+    assert answer("estimate", f"model={NETS}:{name}", "input=[2,8]", *arguments)["parameters"] == parameters
+
+
+@pytest.mark.usefixtures("factories")
+def test_what_a_model_prints_does_not_mix_with_the_json(outcome):
+    code, out, err = outcome("estimate", f"model={NETS}:talks", "input=[4,3,32,32]", "format=json")
     assert (code, json.loads(out)["parameters"], err) == (0, 314, "building\n")
 
 
