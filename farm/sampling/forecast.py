@@ -1,7 +1,7 @@
-"""Forecasts the labels of thousands of configs, mostly without tracing, with a table of features to learn from.
+"""Forecasts the labels of thousands of configs without tracing, with a table of features to learn from.
 
-Start reading at `Forecaster.look`, which needs torch only to trace steps. `Groups` chooses by forecasts which trials
-start together on one device. It draws a pool of configs from the search spaces, forecasts them for the device, and
+Start reading at `Forecaster.look`, which needs no torch. `Groups` chooses by forecasts which trials start together on
+one device. It draws a pool of configs from the search spaces, forecasts them for the device, and
 forms groups that evenly fill a grid over the members' SM activity.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
-WAYS = ("fast", "trace", "plan")  # methods that produce a config's figures, best first
+WAYS = ("fast", "plan")  # methods that produce a config's figures, best first
 _FAR, _RARE = 3.0, 0.01  # bound of the table's numbers; least share of configs that gives a word a column
 _AT_ONCE = 512  # configs in one part
 _WORTH_WORKERS = 8_000  # configs above which starting further processes saves time
@@ -55,16 +55,12 @@ class Outlook:
 class Forecaster:
     """Forecasts on one GPU model, by the cheapest method for each family.
 
-    Fitted trees (`method=fast`) answer for families that they know. Steps of another family are traced if it has at
-    most `trace_at_most` configs; their features go to the folder `data`, as those of `learn.fit`. Otherwise the trees
-    guess from the plan's sizes. `training_loop`: the known runs have the usual loop, as imported ones do. `workers`:
-    processes (None: one a CPU; 0: none), for tracing and for many configs.
+    Fitted trees (`method=fast`), of the folder `data` or packaged, answer for families that they know, and guess from
+    the plan's sizes for others. `workers`: processes for many configs (None: one a CPU; 0: none).
     """
 
     device: DeviceSpec
     data: DataFolder | str | os.PathLike[str] | None = None
-    training_loop: bool = False
-    trace_at_most: int = 0
     workers: int | None = None
 
     def look(
@@ -75,11 +71,6 @@ class Forecaster:
         for place, config in enumerate(configs):
             families.setdefault(config.family, []).append(place)
         fast = {name for name in families if self._knows(configs[families[name][0]])}
-        traced = {
-            name
-            for name, places in families.items()
-            if name not in fast and len({configs[i] for i in places}) <= self.trace_at_most
-        }
         # Rows of one family each.
         parts = [rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)]
         n = len(configs)
@@ -95,8 +86,6 @@ class Forecaster:
             parameters[places] = of_part["parameters"]
             completed += len(places)
             progress(completed, n)
-        for name in sorted(traced):
-            self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
         return Outlook(figures, parameters, _table(*_columns(n, features)), ways)
 
     def _knows(self, config: TrialConfig) -> bool:
@@ -118,24 +107,6 @@ class Forecaster:
             if isinstance(known, NoResult):
                 raise EnvironmentProblem(f"configs cannot be described: {known.reason}")
             yield parts[index], known
-
-    def _trace(
-        self, configs: list[TrialConfig], places: np.ndarray, figures: Mapping[str, np.ndarray], ways: np.ndarray
-    ) -> None:
-        from learn.estimators.protocol import records_of
-        from learn.job.training_job import Case
-        from learn.rows.data import get_target
-        from learn.rows.step_store import StepStore, traced_column
-
-        cases = [Case(config, self.device.name, self.training_loop, described=self.device) for config in configs]
-        steps = StepStore(self.data)
-        steps.prepare(cases, workers=self.workers)
-        records, _ = records_of(cases, steps)  # of the others, the plan's figures remain
-        traced = places[list(records)]
-        ways[traced] = "trace"
-        for name, figure in figures.items():
-            column = traced_column(get_target(name))
-            figure[traced] = [record.values[column] for record in records.values()]
 
 
 def describe_configs(
