@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,8 @@ class GpuPool:
 
     Policies see the arrays, with one entry a GPU: `used_mib`, its jobs' allocated memory; `activity`, its SM activity
     from 0 to 1; `ready_s`, the time when another job may join; `open`, whether it holds jobs and takes one more.
-    `kinds[g]` are the job types on GPU g, ascending, `jobs[g]` the jobs in the same order.
+    `kinds[g]` are the job types on GPU g, ascending, `jobs[g]` the jobs in the same order; `idle` has the GPUs without
+    any, ascending.
     """
 
     def __init__(self, count: int, memory_mib: float, contention: Contention, most_jobs: int) -> None:
@@ -77,26 +78,17 @@ class GpuPool:
         self.total_activity = 0.0
         self._closed = [False] * count
         self._reserved: list[int] = []
-        self._idle = list(range(count))
-        self.idle_count = count
+        self.idle = list(range(count))
 
     def idle_gpus(self, count: int) -> list[int] | None:
         """Return the first `count` idle GPUs, None if there are fewer. They stay idle until a job is added."""
-        if self.idle_count < count:
-            return None
-        taken: list[int] = []
-        while len(taken) < count:
-            gpu = heapq.heappop(self._idle)
-            if not self.kinds[gpu] and gpu not in taken:
-                taken.append(gpu)
-        for gpu in taken:
-            heapq.heappush(self._idle, gpu)
-        return taken
+        return self.idle[:count] if count <= len(self.idle) else None
 
     def add(self, gpu: int, job: int, kind: int, *, alone: bool) -> tuple[float, ...]:
         """Put a job on a GPU, closed to others if `alone`; return the speeds of its jobs, in their order."""
         kinds = self.kinds[gpu]
-        self.idle_count -= not kinds
+        if not kinds:
+            self.idle.remove(gpu)
         place = bisect_left(kinds, kind)
         self.jobs[gpu].insert(place, job)
         self._closed[gpu] = alone
@@ -111,8 +103,7 @@ class GpuPool:
         remaining = (*kinds[:place], *kinds[place + 1 :])
         self.used_mib[gpu] = self.used_mib[gpu] - used_mib if remaining else 0.0
         if not remaining:
-            self.idle_count += 1
-            heapq.heappush(self._idle, gpu)
+            insort(self.idle, gpu)
             self.ready_s[gpu] = 0.0
         return self._set_kinds(gpu, remaining)
 
@@ -259,7 +250,7 @@ class _Simulation:
     def _pass_time(self, now: float) -> None:
         passed = now - self.now
         self.active_s += passed * self.pool.total_activity
-        self.used_s += passed * (self.pool.count - self.pool.idle_count)
+        self.used_s += passed * (self.pool.count - len(self.pool.idle))
         self.now = now
 
     def _arrive(self, job: int) -> None:
