@@ -201,7 +201,7 @@ class LandPayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class LearntTarget:
-    """The decision on one target's model, see `learn.fitting.promotion.Promotion`."""
+    """The decision on one target's model, see `learn.fitting.promotion.Promotion`. Figures are of held-out rows."""
 
     target: str = ""
     estimator: str = ""
@@ -213,6 +213,11 @@ class LearntTarget:
     figures: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
     source: str | None = None
     device_name: str | None = None
+
+    @property
+    def in_use(self) -> Mapping[str, Any] | None:
+        """Return the figures of the model that the decision left in use, if there is one."""
+        return self.figures.get("candidate" if self.decision in ("promoted", "first") else "current")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
     Cycle,
+    CycleStep,
     DriftPayload,
     LandPayload,
     LearnPayload,
@@ -216,7 +217,6 @@ _BEGINNINGS = {
     "sick": "The machine is sick, and only canaries ran",
     "failed": "The cycle failed",
 }
-NEW_MODEL = ("promoted", "first")  # decisions that put the candidate into use
 _GIST = 300  # characters of an error's sentence, at most
 _SENTENCE = 3000  # of a cycle's, which ends with the reason if every trial failed
 
@@ -239,9 +239,9 @@ def say(cycle: Cycle, rows: ReportRows | None, findings: Sequence[Finding], note
         urgent = ["Fix it, and run the same command again.", *urgent]
     look = [*_findings(findings), *_failures(run)]
     look += [
-        f"The estimator of {score.target} could not be fitted: {gist(score.why)}"
-        for score in _scores(cycle)
-        if score.decision == "failed"
+        f"The estimator of {result.target} could not be fitted: {gist(result.why)}"
+        for result in learnt_in(cycle)
+        if result.decision == "failed"
     ]
     if run is not None and run.ended == "time" and not run.runs:
         look.append("Give it more time: nothing was left of it for the runs.")
@@ -294,144 +294,115 @@ def _failures(run: RunPayload | None) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(LearntTarget):
-    """Decision of one cycle's learning step on one target. Figures are of held-out rows."""
-
-    cycle: str
-    in_use: Mapping[str, Any] | None  # figures of the model that the decision left in use
-
-    def of_model(self, which: str) -> Mapping[str, Any]:
-        """Return the figures of the `current` model, the `candidate` or the one `in_use`, if there are any."""
-        return (self.in_use if which == "in_use" else self.figures.get(which)) or {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Night:
-    """Rows in all and cost of one cycle, for curves over the cycles; None: not reached, or unknown."""
-
-    cycle: str
-    rows: int | None
-    gpu_hours: float | None
-    energy_kwh: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
-    """The contents of a report; figures as the journal and the warehouse have them.
+    """A cycle whose outcome is known, and what its report says beside the journal.
 
-    said      the outcome in a sentence, and what to do about it
-    notes     what could not be read for this report
-    snapshot  the snapshot of the rows, None: the folder as it is
-    rows      None if the warehouse could not be read
+    said    the outcome in a sentence, and what to do about it
+    notes   what could not be read for this report
+    rows    None if the warehouse could not be read
+    nights  the cycles up to this one that can be read, oldest first
     """
 
-    cycle: str
-    started_at: str
-    settings: Mapping[str, Any]
+    cycle: Cycle
     said: Said
     notes: tuple[str, ...]
-    snapshot: str | None
     rows: ReportRows | None
-    canaries: CanariesPayload | None
-    run: RunPayload | None
-    findings: tuple[Finding, ...] | None  # None: nothing was checked
-    scores: tuple[Score, ...]  # scores of all cycles, oldest first
-    nights: tuple[Night, ...]  # oldest first, this one last
-    steps: tuple[Mapping[str, Any], ...]  # name, state, seconds, attempts and error of each
+    nights: tuple[Cycle, ...]
     next_plan: ChoicePayload | None
 
     @property
     def simulated(self) -> bool:
         """Return whether no GPU took part."""
-        return self.canaries is not None and self.canaries.source == "simulated"
+        canaries = self.cycle.payload(CanariesPayload)
+        return canaries is not None and canaries.source == "simulated"
+
+    @property
+    def steps(self) -> list[CycleStep]:
+        """Return all steps of the cycle, also those that it did not reach."""
+        return [self.cycle.steps.get(name, CycleStep(name=name, state="not reached", attempts=())) for name in STEPS]
 
     def as_json(self) -> str:
-        """Return the report as JSON. A score's `current` and `candidate` are figures."""
-        report = plain(self)
-        for score in report["scores"]:
-            score.update({which: score["figures"].get(which) for which in ("current", "candidate")})
-        return json.dumps(report, indent=1, allow_nan=False)
+        """Return the report as JSON. A score's `current` and `candidate` are figures of held-out rows."""
+        landed = self.cycle.payload(LandPayload)
+        report = {
+            "cycle": self.cycle.name,
+            "started_at": self.cycle.started_at,
+            "settings": self.cycle.settings,
+            "said": self.said,
+            "notes": self.notes,
+            "snapshot": landed.snapshot if landed else None,
+            "rows": self.rows,
+            "canaries": self.cycle.payload(CanariesPayload),
+            "run": self.cycle.payload(RunPayload),
+            "findings": landed.findings if landed else None,
+            "scores": [
+                {
+                    **vars(result),
+                    "cycle": night.name,
+                    "in_use": result.in_use,
+                    "current": result.figures.get("current"),
+                    "candidate": result.figures.get("candidate"),
+                }
+                for night in self.nights
+                for result in learnt_in(night)
+            ],
+            "nights": [{"cycle": night.name, **night_figures(night)} for night in self.nights],
+            "steps": [
+                {
+                    "name": step.name,
+                    "state": step.state,
+                    "seconds": step.seconds,
+                    "attempts": len(step.attempts),
+                    "error": step.error,
+                }
+                for step in self.steps
+            ],
+            "next_plan": self.next_plan,
+        }
+        return json.dumps(plain(report), indent=1, allow_nan=False)
 
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Report:
     """Return the report of `cycle`, whose outcome is known."""
     notes: list[str] = []
+    landed = cycle.payload(LandPayload) or LandPayload()
+    rows = _rows(folder, cycle, landed.snapshot, notes)
+    verdict = say(cycle, rows, landed.findings, notes)
     earlier = [other for other in cycles if other.started_at <= cycle.started_at and other.name != cycle.name]
-    canaries, landed = cycle.payload(CanariesPayload), cycle.payload(LandPayload)
-    snapshot = landed.snapshot if landed else None
-    rows = _rows(folder, cycle, canaries, snapshot, notes)
-    verdict = say(cycle, rows, landed.findings if landed else (), notes)
-    scores: list[Score] = []
-    nights: list[Night] = []
+    nights = []
     for night in [*earlier, cycle]:
         try:
-            of_night, learnt = _night(night), _scores(night)
+            night_figures(night), learnt_in(night)
         except CommandError as error:
             notes.append(f"{error}; that night is left out")
-            continue
-        nights.append(of_night)
-        scores += learnt
-    return Report(
-        cycle=cycle.name,
-        started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
-        settings=cycle.settings,
-        said=verdict,
-        notes=tuple(notes),
-        snapshot=snapshot,
-        rows=rows,
-        canaries=canaries,
-        run=cycle.payload(RunPayload),
-        findings=landed.findings if landed else None,
-        scores=tuple(scores),
-        nights=tuple(nights),
-        steps=tuple(_step(cycle, name) for name in STEPS),
-        next_plan=next_plan,
-    )
+        else:
+            nights.append(night)
+    return Report(cycle=cycle, said=verdict, notes=tuple(notes), rows=rows, nights=tuple(nights), next_plan=next_plan)
 
 
-def _rows(
-    folder: DataFolder, cycle: Cycle, canaries: CanariesPayload | None, snapshot: str | None, notes: list[str]
-) -> ReportRows | None:
+def night_figures(cycle: Cycle) -> dict[str, float | None]:
+    """Return the rows in all and the cost of one cycle, for curves over the cycles; None: not reached, or unknown."""
+    landed, run = cycle.payload(LandPayload), cycle.payload(RunPayload)
+    return {
+        "rows": landed.rows.get("runs") if landed else None,
+        "gpu_hours": run.gpu_seconds / 3600 if run else None,
+        "energy_kwh": run.energy_j / 3.6e6 if run and run.energy_j is not None else None,
+    }
+
+
+def learnt_in(cycle: Cycle) -> tuple[LearntTarget, ...]:
+    """Return the decisions on models of a cycle."""
+    return (cycle.payload(LearnPayload) or LearnPayload()).results
+
+
+def _rows(folder: DataFolder, cycle: Cycle, snapshot: str | None, notes: list[str]) -> ReportRows | None:
     """Return the facts about rows. A read error becomes a note: the report is still written."""
-    device_name, source = (canaries.device_name, canaries.source) if canaries else (None, None)
+    canaries = cycle.payload(CanariesPayload) or CanariesPayload()
     try:
         with contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection:
-            rows = read_rows(connection, cycle.started_at, device_name, source)
+            rows = read_rows(connection, cycle.started_at, canaries.device_name, canaries.source)
             notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
             return rows
     except (CommandError, duckdb.Error, OSError) as error:
         notes.append(f"rows could not be read: {gist(str(error))}")
         return None
-
-
-def _step(cycle: Cycle, name: str) -> dict[str, Any]:
-    step = cycle.steps.get(name)
-    state, error, attempts = (step.state, step.error, len(step.attempts)) if step else ("not reached", "", 0)
-    return {
-        "name": name,
-        "state": state,
-        "seconds": step.seconds if step else None,
-        "attempts": attempts,
-        "error": error,
-    }
-
-
-def _night(cycle: Cycle) -> Night:
-    landed, run = cycle.payload(LandPayload), cycle.payload(RunPayload)
-    return Night(
-        cycle=cycle.name,
-        rows=landed.rows.get("runs") if landed else None,
-        gpu_hours=run.gpu_seconds / 3600 if run else None,
-        energy_kwh=run.energy_j / 3.6e6 if run and run.energy_j is not None else None,
-    )
-
-
-def _scores(cycle: Cycle) -> list[Score]:
-    return [
-        Score(
-            **vars(result),
-            cycle=cycle.name,
-            in_use=result.figures.get("candidate" if result.decision in NEW_MODEL else "current"),
-        )
-        for result in (cycle.payload(LearnPayload) or LearnPayload()).results
-    ]

@@ -6,7 +6,7 @@ Labels and errors come from third-party code.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from conf.files.outputs import write_file
@@ -33,9 +33,19 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import SHADES, Curve, Grid, curves, heat_map
-from farm.nights.journal import ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
+from farm.nights.journal import (
+    CanariesPayload,
+    ChoicePayload,
+    ComparedLabel,
+    Cycle,
+    DriftPayload,
+    LandPayload,
+    LearntTarget,
+    RunPayload,
+    plain,
+)
 from farm.nights.plan import choice_lines
-from farm.nights.report import Night, Report, Score, gather, gist
+from farm.nights.report import Report, gather, gist, learnt_in, night_figures
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder, check_name
 from warehouse.tables.schema import STATUSES
@@ -72,13 +82,13 @@ def report_page(report: Report) -> Page:
         "Quality": _findings(report),
         "Next night": _next_night(report),
     }
-    return Page(title=f"Growth cycle {report.cycle}", head=_head(report), sections=linked(sections))
+    return Page(title=f"Growth cycle {report.cycle.name}", head=_head(report), sections=linked(sections))
 
 
 def _head(report: Report) -> tuple[Block, ...]:
     outcome = report.said
     return (
-        Lead(report.started_at),
+        Lead(plain(report.cycle.started_at)),
         Outcome(outcome.level, _OUTCOMES[outcome.level], outcome.sentence),
         *(Callout(text, outcome.level) for text in outcome.advice),
         *map(Callout, report.notes),
@@ -97,7 +107,8 @@ def _rows(report: Report) -> Section | None:
     lines: list[tuple[Cell, ...]] = [
         (*kind, *(counts[name] for name in shown)) for kind, counts in sorted(by_kind.items())
     ]
-    whose = f"Rows of the snapshot {report.snapshot}" if report.snapshot else "Rows of the folder as it is"
+    landed = report.cycle.payload(LandPayload) or LandPayload()
+    whose = f"Rows of the snapshot {landed.snapshot}" if landed.snapshot else "Rows of the folder as it is"
     intro = Lead(f"{whose}; tonight: what finished since the cycle began.")
     counts_table = table(("family", "device", "source", *shown), lines, words=3)
     return Section("rows", "Rows by family, device and status", (intro, counts_table))
@@ -149,11 +160,12 @@ def _failures(report: Report) -> Section | None:
 
 
 def _findings(report: Report) -> Section:
-    if report.findings is None:
+    landed = report.cycle.payload(LandPayload)
+    if landed is None:
         return Section("findings", "Quality findings", (Lead("Nothing was checked: the night was not landed."),))
-    if not report.findings:
+    if not landed.findings:
         return Section("findings", "Quality findings", (Lead("Every check passed."),))
-    lines = [(f.severity, f.rule, f.count, f.said, "; ".join(f.examples)) for f in report.findings]
+    lines = [(f.severity, f.rule, f.count, f.said, "; ".join(f.examples)) for f in landed.findings]
     heads = ("severity", "rule", "count", "*what is wrong", "*as")
     return Section("findings", "Quality findings", (table(heads, lines, words=2),))
 
@@ -165,7 +177,7 @@ _DRAWN = {"mean_abs_error": "mean absolute error", "accuracy": "accuracy"}
 
 def _canaries(report: Report) -> Section:
     """Return the section on the canaries and drift."""
-    canaries = report.canaries
+    canaries = report.cycle.payload(CanariesPayload)
     if canaries is None:
         return Section("canaries", "Canaries", (Lead("No canary was compared."),))
     level: Level = "bad" if canaries.verdict == "sick" else "look" if canaries.verdict == "drift" else "good"
@@ -206,20 +218,21 @@ def _drift(drift: DriftPayload | None) -> tuple[Block, ...]:
 
 def _models(report: Report) -> Section:
     """Return the section on the learning step's decisions, with each estimator's figures over the cycles."""
-    tonight = [score for score in report.scores if score.cycle == report.cycle]
     reasons = tuple(
-        f"{score.target} by {score.estimator}: {score.decision}: {gist(score.why, _WHY)}" for score in tonight
+        f"{result.target} by {result.estimator}: {result.decision}: {gist(result.why, _WHY)}"
+        for result in learnt_in(report.cycle)
     )
     parts: list[Block] = [Bullets(reasons) if reasons else Lead("No estimator was fitted tonight.")]
-    names = list(dict.fromkeys(score.cycle for score in report.scores))[-SHOWN_CYCLES:]
-    series: dict[tuple[str, str], dict[str, Score]] = {}
-    for score in report.scores:
-        series.setdefault((score.target, score.estimator), {})[score.cycle] = score
+    nights = [night for night in report.nights if learnt_in(night)][-SHOWN_CYCLES:]
+    series: dict[tuple[str, str], dict[str, LearntTarget]] = defaultdict(dict)
+    for night in nights:
+        for result in learnt_in(night):
+            series[result.target, result.estimator][night.name] = result
     drawn = [
-        _score_chart(f"{target} by {estimator}", target, key, names, scores)
-        for (target, estimator), scores in sorted(series.items())
+        _score_chart(key, [results.get(night.name, LearntTarget()) for night in nights], nights, target, estimator)
+        for (target, estimator), results in sorted(series.items())
         for key in _DRAWN
-        if any(value is not None for which in ("in_use", "candidate") for value in _values(scores, names, which, key))
+        if any(value is not None for result in results.values() for value in _figures(result, key))
     ]
     if drawn:
         parts.append(Lead("The held-out set grows from night to night."))
@@ -227,54 +240,56 @@ def _models(report: Report) -> Section:
     return Section("scores", "Estimators over the cycles", tuple(parts))
 
 
-def _values(scores: Mapping[str, Score], names: Sequence[str], which: str, key: str) -> list[float | None]:
-    """Return a figure of a model in each cycle; None where its own trace simulated the labels."""
-    figures = [scores[name].of_model(which) if name in scores else {} for name in names]
-    return [None if of_model.get("own_labels") else of_model.get(key) for of_model in figures]
+def _figures(result: LearntTarget, key: str) -> list[float | None]:
+    """Return a figure of the candidate and of the model in use; None where its own trace simulated the labels."""
+    models = (result.figures.get("candidate") or {}, result.in_use or {})
+    return [None if figures.get("own_labels") else figures.get(key) for figures in models]
 
 
-def _score_chart(title: str, target: str, key: str, names: Sequence[str], scores: Mapping[str, Score]) -> Chart:
+def _score_chart(
+    key: str, results: Sequence[LearntTarget], nights: Sequence[Cycle], target: str, estimator: str
+) -> Chart:
     axis, unit, most = _DRAWN[key], "", None
     if key == "accuracy":
         unit, most = "of 1", 1.0
     elif target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         is_log = TARGETS[target].space == "log"
         axis, unit = (f"{axis} of the logarithm", "ln") if is_log else (axis, TARGETS[target].unit)
-    lines = [
-        Curve(name="candidate", css="k5", values=_values(scores, names, "candidate", key)),
-        Curve(name="in use", css="k1", values=_values(scores, names, "in_use", key)),
-    ]
+    candidate, in_use = zip(*(_figures(result, key) for result in results), strict=True)
+    lines = [Curve(name="candidate", css="k5", values=candidate), Curve(name="in use", css="k1", values=in_use)]
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
-    svg = curves(_days(names), lines, unit, most=most)
-    return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
+    svg = curves(_days(nights), lines, unit, most=most)
+    return Chart(f"{target} by {estimator}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
-def _days(names: Iterable[str]) -> list[str]:
+def _days(nights: Iterable[Cycle]) -> list[str]:
     """Return cycles as `11-20.2`, without their year."""
-    return [name[5:] for name in names]
+    return [night.name[5:] for night in nights]
 
 
 def _time(report: Report) -> Section:
     """Return the section on the time of the steps and runs, their energy, and the same over the cycles."""
-    run = report.run or RunPayload()
-    spent = f"Time of the runs: {duration(run.gpu_seconds if report.run else None)}; energy: {energy(run.energy_j)}."
+    run = report.cycle.payload(RunPayload)
+    spent = f"Time of the runs: {duration(run.gpu_seconds if run else None)}; "
+    spent += f"energy: {energy(run.energy_j if run else None)}."
     if report.simulated:
         spent += " They are simulated: no GPU was used."
-    total = sum(step["seconds"] or 0.0 for step in report.steps)
-    rows = [(step["name"], step["state"], duration(step["seconds"]), gist(step["error"])) for step in report.steps]
+    total = sum(step.seconds or 0.0 for step in report.steps)
+    rows = [(step.name, step.state, duration(step.seconds), gist(step.error)) for step in report.steps]
     steps = table(("step", "state", "time", "*error"), rows, words=2)
     nights = report.nights[-SHOWN_CYCLES:]
     drawn = [
-        _night_chart(nights, "Rows in all", "k1", "rows", [night.rows for night in nights]),
-        _night_chart(nights, "Time of the runs", "k5", "h", [night.gpu_hours for night in nights]),
-        _night_chart(nights, "Energy of the runs", "k6", "kWh", [night.energy_kwh for night in nights]),
+        _night_chart(nights, "Rows in all", "k1", "rows", "rows"),
+        _night_chart(nights, "Time of the runs", "k5", "h", "gpu_hours"),
+        _night_chart(nights, "Energy of the runs", "k6", "kWh", "energy_kwh"),
     ]
     parts = (Lead(f"{duration(total)} in all. {spent}"), steps, Charts(tuple(drawn)))
     return Section("time", "Time and energy", parts)
 
 
-def _night_chart(nights: Sequence[Night], title: str, css: str, unit: str, values: Sequence[float | None]) -> Chart:
-    svg = curves(_days(night.cycle for night in nights), [Curve(name=title, css=css, values=values)], unit)
+def _night_chart(nights: Sequence[Cycle], title: str, css: str, unit: str, key: str) -> Chart:
+    line = Curve(name=title, css=css, values=[night_figures(night)[key] for night in nights])
+    svg = curves(_days(nights), [line], unit)
     return Chart(title, svg, newest_first_seen=True)
 
 
