@@ -1,8 +1,8 @@
 """Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and each estimator's figures for them.
 
 Start reading at `main`; `farm/replaying/carma_published.csv` has the figures that CARMA's authors published. The
-estimates are computed by this project without a GPU, not measured. Needs torchvision, timm and transformers. Takes some
-minutes.
+estimates are computed by this project without a GPU, not measured. Needs torchvision, timm, transformers and
+segmentation_models_pytorch. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -90,37 +90,8 @@ def _gpt2_large() -> Any:
 
 
 def _unet() -> Any:
-    """Return the U-Net of segmentation_models_pytorch with a ResNet-34 encoder and 21 classes."""
-    from torch import nn
-    from torch.nn import functional
-
-    def block(inputs: int, outputs: int) -> nn.Module:
-        layers: list[nn.Module] = []
-        for width in (inputs, outputs):
-            layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True)]
-        return nn.Sequential(*layers)
-
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = import_library("timm").create_model("resnet34", features_only=True)
-            widths = ((512 + 256, 256), (256 + 128, 128), (128 + 64, 64), (64 + 64, 32), (32, 16))
-            self.decoder = nn.ModuleList(block(*pair) for pair in widths)
-            self.head = nn.Conv2d(16, 21, 3, padding=1)
-
-        def forward(self, images: Any) -> Any:
-            import torch
-
-            *skips, deepest = self.encoder(images)
-            hidden = deepest
-            for place, decoder in enumerate(self.decoder):
-                hidden = functional.interpolate(hidden, scale_factor=2.0, mode="nearest")
-                if place < len(skips):
-                    hidden = torch.cat([hidden, skips[-1 - place]], 1)
-                hidden = decoder(hidden)
-            return self.head(hidden)
-
-    return UNet()
+    models = import_library("segmentation_models_pytorch")
+    return models.Unet("resnet34", encoder_weights=None, classes=21)
 
 
 def _unet_twice() -> Any:

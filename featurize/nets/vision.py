@@ -32,8 +32,6 @@ _HOW = {
     "timm": "pip install --no-deps timm",
     "torchvision": "pip install torchvision, with the --index-url that torch came from, gives one that matches this "
     "torch; pip install --no-deps torchvision will do for estimates",
-    "transformers": "pip install transformers",
-    "torchao": "pip install torchao",
 }
 # Loggers that warn, on a library's import, of kernels that only a GPU has, and of torch's future deprecations.
 _NOISY = (
@@ -56,7 +54,8 @@ def import_library(name: str) -> ModuleType:
     package = name.partition(".")[0]
     _use_what_is_kept_aside()
     if importlib.util.find_spec(package) is None:
-        raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
+        advice = _HOW.get(package, f"pip install {package}")
+        raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {advice}")
     mend_torchvision()  # timm and transformers import it if it is installed
     with quiet_imports():
         return importlib.import_module(name)
