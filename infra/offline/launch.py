@@ -62,7 +62,7 @@ def main(argv: "list[str]") -> int:
         for line in install(target, manifest, folders):
             print(line, flush=True)
         if not unknown:
-            start(target, manifest, [argv[0], *others])
+            start(target, manifest, ["steps=[" + argv[0] + "]", *others])
     except Problem as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

@@ -17,7 +17,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ import duckdb
 from conf.children.containment import die_with_parent
 from conf.cli.command_line import EXIT_INTERRUPTED, command
 from conf.cli.settings import Checked, key
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError
 from conf.files.outputs import json_lines, write_file
 from conf.plain_text import count_of, exception_line, one_line, truncated
 from farm.dispatch.dispatcher import StopRequest
@@ -116,14 +115,14 @@ _PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items
 
 @dataclass(frozen=True, kw_only=True)
 class StepsSettings(Checked):
-    """One call: `STEP[,STEP...] results=DIR [KEY=VALUE ...]`.
+    """One call: `offline.py STEP[,STEP...] results=DIR [KEY=VALUE ...]`.
 
     All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before:
       test,calibrate,allocator      bench,kernels      collect,pairs,power
     """
 
     steps: tuple[str, ...] = key(
-        help=f"given first, without the key: {_PLAN}",
+        help=f"given first to offline.py, without the key: {_PLAN}",
         kind="list of text",
         choices=tuple(STEPS),
     )
@@ -225,13 +224,6 @@ class Call:
             f"{packed}; packing took at most {self.pack_s:.1f} s",
             f"still to do: {', '.join(self.left) or 'nothing'}",
         ]
-
-
-def steps_as_key(argv: Sequence[str]) -> list[str]:
-    """Turn `STEP,STEP KEY=VALUE...` into keys only. Raises `UsageError`."""
-    if not argv or "=" in argv[0]:
-        raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
-    return [f"steps=[{argv[0]}]", *argv[1:]]
 
 
 def entry(settings: StepsSettings) -> int:
@@ -410,4 +402,4 @@ def _last_line(log: Path) -> str:
 
 
 if __name__ == "__main__":
-    command("infra.offline.steps:StepsSettings", entry, rewrite=steps_as_key)
+    command("infra.offline.steps:StepsSettings", entry)

@@ -201,7 +201,7 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     done = offline(folder / "part-1", *words, cwd=tmp_path, env={**os.environ, "PATH": ""})
     report = json.loads(done.stdout.splitlines()[-1])
     assert (done.returncode, report["cwd"]) == (7, str(target)) and report["duckdb"].startswith(f"{site}/")
-    assert report["argv"] == ["test,collect", "minutes=8", f"results={tmp_path}/out"]
+    assert report["argv"] == ["steps=[test,collect]", "minutes=8", f"results={tmp_path}/out"]
     # All parts lie beside the script that time, so Ray is added.
     assert "installed ray: protobuf 30.0, ray " in done.stdout
     (ray,) = target.glob("ray-*/site/ray")

@@ -14,19 +14,19 @@ from unittest import mock
 import duckdb
 import pytest
 
-from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import results, steps
 from infra.offline.steps import STEPS, CallStop
-from tests.surroundings import PATIENCE_S
+from tests.surroundings import PATIENCE_S, run_command
 from tests.warehouse.warehouse_rows import ask, run_row, samples
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from workers.probes.children import EXIT_LEFT
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "infra.offline.steps:StepsSettings"
 
 
 @pytest.fixture
@@ -57,22 +57,15 @@ def packed(work, folder):
     return folder
 
 
-def call_steps(argv):
-    """Run one call in this process; return its exit code."""
-    return run("infra.offline.steps:StepsSettings", steps.entry, argv, steps.steps_as_key)
-
-
 def summary_of(folder):
     """The summary of a folder of results."""
     return json.loads((folder / "summary.json").read_text())
 
 
-def refused(capsys, *argv):
-    """The line that a call ends with, which is the only one; its exit code is 2."""
-    assert call_steps(argv) == 2
-    printed = capsys.readouterr()
-    assert not printed.out and printed.err.count("\n") == 1, printed
-    return printed.err
+def run_steps(folder, names, *keys, code=0):
+    """Run steps whose results go to `folder`; return the row of the last one."""
+    assert run_command(COMMAND, f"steps=[{names}]", f"results={folder}", "device=simulated", *keys) == code
+    return summary_of(folder)["calls"][-1]
 
 
 def test_an_emptied_machine_gets_back_rows_queue_and_whole_lines(packed):
@@ -128,14 +121,14 @@ def test_killed_while_it_packs_it_leaves_the_newest_whole_results(work, packed, 
 
 
 @pytest.mark.parametrize(("damaged", "line"), [("slice", "is torn"), ("summary.json", "summary.json is missing")])
-def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, folder, monkeypatch, capsys, damaged, line):
+def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, folder, monkeypatch, refused, damaged, line):
     monkeypatch.setattr(results, "SLICE_BYTES", 2**12)
     first, *_ = results.pack(work, folder, {})
     path = first if damaged == "slice" else folder / damaged
     path.write_bytes(path.read_bytes()[:-1])
     if damaged != "slice":
         path.unlink()
-    error = refused(capsys, "collect", f"results={folder}", "device=simulated")
+    error = refused(COMMAND, "steps=[collect]", f"results={folder}", "device=simulated")
     assert path.name in error and line in error
     assert results.pack(work, folder, {}) == results.slices_of(folder), "who has the work folder packs it again"
 
@@ -174,47 +167,46 @@ def test_a_second_signal_does_not_keep_a_call_from_packing():
     assert stop.requested
 
 
-def test_a_folder_with_other_files_is_not_taken_for_results(folder, capsys):
+def test_a_folder_with_other_files_is_not_taken_for_results(folder, refused):
     (folder / "thesis.tex").write_text("mine")
-    assert "holds thesis.tex" in refused(capsys, "collect", "device=simulated", f"results={folder}")
+    assert "holds thesis.tex" in refused(COMMAND, "steps=[collect]", "device=simulated", f"results={folder}")
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "name the steps first, e.g. test,calibrate; known: test, calibrate,"),
-        (["test,colect", "results=r"], "unknown name in steps: 'colect'"),
-        (["collect"], "missing results=..."),
+        (["results=r"], "missing steps=..."),
+        (["steps=[test,colect]", "results=r"], "unknown name in steps: 'colect'"),
+        (["steps=[collect]"], "missing results=..."),
         (
-            ["collect", "results=r", "minuts=8"],
+            ["steps=[collect]", "results=r", "minuts=8"],
             "unknown key 'minuts'; did you mean minutes? valid keys: steps, minutes, results",
         ),
-        (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
-        (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
-        (["collect", "results=r", "families=[cnm]"], "unknown name in families: 'cnm'"),
+        (["steps=[collect]", "results=r", "minutes=-1"], "minutes must be a number > 0"),
+        (["steps=[collect]", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
+        (["steps=[collect]", "results=r", "families=[cnm]"], "unknown name in families: 'cnm'"),
     ],
 )
-def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, capsys, argv, line):
+def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, refused, argv, line):
     monkeypatch.chdir(tmp_path)
-    assert line in refused(capsys, *argv)
+    assert line in refused(COMMAND, *argv)
     assert not os.listdir(tmp_path)
 
 
 def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(folder, capsys):
-    call = ("calibrate,allocator", "minutes=1", f"results={folder}", "device=simulated", "families=[mlp]")
-    assert call_steps([*call]) == 0
+    run_steps(folder, "calibrate,allocator", "minutes=1", "families=[mlp]")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" s on device=simulated (4 GPUs)") and len(lines) <= 40
     assert lines[-1] == f"still to do: {', '.join(name for name in STEPS if name not in ('calibrate', 'allocator'))}"
     outcomes = [(row["step"], row["outcome"]) for row in summary_of(folder)["calls"]]
     assert outcomes == [("calibrate", "not here"), ("allocator", "not here")]
-    assert call_steps(["bench", f"results={folder}", "device=simulated"]) == 0
+    run_steps(folder, "bench")
     assert [row["step"] for row in summary_of(folder)["calls"]] == ["calibrate", "allocator", "bench"]
 
 
 def test_no_trial_begins_where_the_results_have_no_room_for_it(folder, monkeypatch, capsys):
     monkeypatch.setattr(steps, "FULL_BYTES", 0)
-    assert call_steps(["collect", f"results={folder}", "device=simulated"]) == 0
+    run_steps(folder, "collect")
     assert "collect: full after 0 s: the results have no room for more" in capsys.readouterr().out
     assert not (results.begin(folder) / "data").exists()
 
@@ -223,12 +215,6 @@ def program(monkeypatch, step, *lines, **fields):
     """Make a step run these lines of Python, each in a process, in place of its own programs."""
     programs = tuple(f"-c {shlex.quote(line)}" for line in lines)
     monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], programs=programs, needs="", **fields))
-
-
-def run_step(folder, step, code=0):
-    """Run a step whose results go to `folder`; return its row."""
-    assert call_steps([step, f"results={folder}", "device=simulated", "minutes=1"]) == code
-    return summary_of(folder)["calls"][-1]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +229,7 @@ def test_a_program_that_fails_says_why_and_one_that_goes_on_later_that_time_is_u
     folder, monkeypatch, step, line, outcome, reason
 ):
     program(monkeypatch, step, line)
-    row = run_step(folder, step, code=int(outcome == "failed"))
+    row = run_steps(folder, step, "minutes=1", code=int(outcome == "failed"))
     assert (row["outcome"], row["reason"]) == (outcome, reason)
 
 
@@ -274,7 +260,7 @@ def test_a_damaged_queue_is_the_row_s_reason_and_not_the_end_of_the_call(work, f
         (unpacked / "data" / "queue.sqlite").write_bytes(damaged)
 
     with mock.patch.object(results, "unpack", unpack_damaged):
-        assert call_steps(["calibrate,collect", f"results={folder}", "device=simulated"]) == 1
+        assert run_command(COMMAND, "steps=[calibrate,collect]", f"results={folder}", "device=simulated") == 1
     output = capsys.readouterr().out
     assert "collect: full" in output and "file is not a database" in output
 
@@ -283,11 +269,11 @@ def test_a_damaged_queue_is_the_row_s_reason_and_not_the_end_of_the_call(work, f
 def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice(tmp_path):
     folder = tmp_path / "results"
 
-    def begin(steps_text, name, runs):
+    def begin(planned, name, runs):
         """Start a call on an emptied machine; return it when it has measured so many runs, or when it has ended."""
         (tmp_path / name).mkdir()
         keys = (f"results={folder}", "device=simulated", "families=[mlp,cnn]", "n=2")
-        command = [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys]
+        command = [sys.executable, "-m", "infra.offline.steps", f"steps=[{planned}]", "minutes=4", *keys]
         environment = {**os.environ, "TMPDIR": str(tmp_path / name)}
         call = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
         while call.poll() is None:
