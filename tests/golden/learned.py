@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.featurize.small_configs import small_config
 from tests.golden.commands import invoked
-from tests.learn.learn_rows import labels_of, make_configs, write_runs
+from tests.learn.learn_rows import labels_of, make_configs, write_batch
 
 TARGETS = ("memory", "smact", "smocc")
 QUANTILES = (0.05, 0.5, 0.95)
@@ -46,10 +46,10 @@ def _predicted(target, config):
 def benchmarks():
     """Yield the benchmarks of all estimators on simulated rows, and on measured steps."""
     configs = make_configs(ROWS, seed=3)
-    write_runs(Path("simulated"), configs)
+    write_batch(Path("simulated"), configs)
     for device, times in DEVICES.items():
         labels = {"step_time_ms": times * labels_of(configs)["step_time_ms"]}
-        write_runs(
+        write_batch(
             Path("measured"),
             configs,
             source="measured",

@@ -1,6 +1,6 @@
 """Rows for the tests of `learn`: real configs of real families, with labels from a plain formula and seeded noise.
 
-Start reading at `make_configs` and `write_runs`.
+Start reading at `make_configs` and `write_batch`.
 """
 
 import csv
@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pyarrow as pa
 
 from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
@@ -137,15 +136,6 @@ def runs_of(configs, *, source="simulated", device=DEVICE, job="job", statuses=N
     return runs
 
 
-def write_runs(data, configs, **described):
-    """Write `runs_of` the configs into the data folder, each as the farm does. Returns run ids."""
-    writer = RunWriter(DataFolder.resolve(data))
-    runs = runs_of(configs, **described)
-    for run in runs:
-        writer.write(run, pa.table({"t_ms": pa.array([], pa.float64())}))
-    return [run["run_id"] for run in runs]
-
-
 def restamp(version, **changes):
     """Change `meta.json` of an artifact as if it had been written so: its checksums are those of its files now."""
     path = version / "meta.json"
@@ -154,7 +144,7 @@ def restamp(version, **changes):
 
 
 def write_batch(data, configs, **described):
-    """The same in one file a family, which is quick; none of them may be there already."""
+    """Write `runs_of` the configs into the data folder, in one file a family; none of them may be there already."""
     writer = RunWriter(DataFolder.resolve(data))
     runs = runs_of(configs, **described)
     for family in sorted({run["family"] for run in runs}):

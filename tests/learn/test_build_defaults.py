@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -94,25 +95,16 @@ def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, refused
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-@dataclasses.dataclass
-class Text:
-    """A model that is one file."""
-
-    content: str
-
-    def save(self, folder):
-        (folder / "model.txt").write_text(self.content)
-
-
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
     def labelled(cases, steps, models, names):
         asked.append((cases, steps._data, models, names))
         return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
+    text = Mock(save=lambda folder: (folder / "model.txt").write_text("trees"))
     monkeypatch.setattr(build_defaults, "CASES", 0)
     monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
-    monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (text, {"seed": seed}))
     assert run_command("build_defaults", f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
     assert asked == [((), str(tmp_path / "data"), packaged, (*FAST_LOOPS, BOUND))]
@@ -156,24 +148,13 @@ def test_a_killed_build_writes_nothing_where_the_models_would_be(tmp_path):
 # -- the models of `method=fast`: what they are fitted to
 
 
-class Figures:
-    """A model that predicts 1 for one case, below a bound of 2, and its own prediction."""
-
-    point = np.ones(1)
-
-    def predict(self, _cases, _steps):
-        return self
-
-    def upper(self, _level):
-        return np.full(1, 2.0)
-
-
 def test_method_fast_learns_figures_of_models_and_what_they_leave_of_the_trace():
     cases, steps = of_configs(make_configs(1)), StepStore()
     values = {"job_step_time_ms": 2.0, "job_input_share": 0.5, "job_priced_drama": 0.25}
     steps.keep(cases[0], StepRecord(values=values))
-    names = (*FAST_LOOPS, BOUND)
-    labels = labelled_rows(cases, steps, dict.fromkeys(TARGETS, Figures()), names)
+    model = Mock()  # predicts 1, below a bound of 2
+    model.predict().configure_mock(point=np.ones(1), upper=lambda _level: np.full(1, 2.0))
+    labels = labelled_rows(cases, steps, dict.fromkeys(TARGETS, model), (*FAST_LOOPS, BOUND))
     assert {name: rows.label.tolist() for name, rows in labels.items()} == {
         **{target: [1.0] for target in TARGETS},
         **{BOUND: [2.0], "drama": [0.5], "step_time": [1.0]},

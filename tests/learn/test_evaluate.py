@@ -14,7 +14,6 @@ from learn.judging.evaluate import metrics_of, parts_of
 from learn.judging.report import metric_rows
 from learn.judging.scores import (
     Asked,
-    Given,
     Scored,
     bound_scores,
     described,
@@ -105,26 +104,18 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
 
-def metrics(rows, bins, point, classes, upper=None):
-    uppers = [None] * len(point) if upper is None else upper
-    given = [
-        Given(estimate=one, upper=bound, classes={"published": told})
-        for one, bound, told in zip(point, uppers, classes, strict=True)
-    ]
-    answers = zip(given, rows.records, strict=True)
-    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
-    figures = figures_of(
-        "test", "fake", scored, Asked(answers={}, learns=True), bins={"published": bins}, space=rows.target.space
-    )
-    return metrics_of(figures, rows.target.space)
-
-
 def test_metrics_of_a_known_case():
     configs = make_configs(5)
     rows = make_rows("memory", configs, [1000, 2000, 10_000, 20_000, 40_326], censored=[False] * 4 + [True])
     bins = memory_bins(rows.exact.label, 8, 40_326)
     point = np.array([1100, 1800, 10_000, 18_000, 33_000], dtype=float)
-    found = metrics(rows, bins, point, [0, 0, 1, 2, 2], point * 1.15)
+    answers = zip(point, [0, 0, 1, 2, 2], rows.records, strict=True)
+    scored = [
+        Scored(estimate=one, upper=one * 1.15, classes={"published": told}, **described(row, rows.target))
+        for one, told, row in answers
+    ]
+    learned = Asked(answers={}, learns=True)
+    found = metrics_of(figures_of("test", "fake", scored, learned, bins={"published": bins}, space="log"), "log")
     assert found["accuracy"] == 0.8
     assert found["recall"] == {"0-8 GB": 1, "8-16 GB": 1, "16-24 GB": 1, "32+ GB": 0}
     assert found["macro_f1"] == pytest.approx(2 / 3)  # over the four classes that occur

@@ -211,13 +211,11 @@ def mixed_rows(law, number=60):
     return rows
 
 
-def roofline_ms(call, device):
-    rate = device.tflops("fp16" if call.pipe == TENSOR else "fp32") * 1e12
-    return max(call.flops / rate, call.nbytes / (device.bandwidth_gb_s * 1e9)) * 1e3
-
-
 def shares(call, device):
-    return roofline_ms(call, device) / {"elementwise": 0.8, "product": 0.5 if call.pipe == FP32 else 0.3}[call.kind]
+    """The roofline over a share of each kind and units."""
+    rate = device.tflops("fp16" if call.pipe == TENSOR else "fp32") * 1e12
+    roofline_ms = max(call.flops / rate, call.nbytes / (device.bandwidth_gb_s * 1e9)) * 1e3
+    return roofline_ms / {"elementwise": 0.8, "product": 0.5 if call.pipe == FP32 else 0.3}[call.kind]
 
 
 def test_one_share_of_the_roofline_is_found_for_each_kind_and_each_units():
@@ -250,31 +248,23 @@ def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
 PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
 
 
-def timed(layers, width, ms):
-    return {
-        "model": "GPT",
-        "gpu": "A100-SXM4-80GB",
-        "gpus": 1,
-        "tp": 1,
-        "pp": 1,
-        "micro_batch": 1,
-        "global_batch": 1,
-        "precision": "fp16",
-        "what_was_measured": "iteration time",
-        "value": ms,
-        "unit": "ms",
-        "num_layers": layers,
-        "hidden": width,
-        "heads": 2,
-        "dp": 1,
-        "micro_batches": 1,
-        "pipeline_schedule": "1f1b",
-    }
+TIMED = {
+    "model": "GPT",
+    "gpu": "A100-SXM4-80GB",
+    **dict.fromkeys(("gpus", "tp", "pp", "dp", "micro_batch", "micro_batches", "global_batch"), 1),
+    "precision": "fp16",
+    "what_was_measured": "iteration time",
+    "value": 1.0,
+    "unit": "ms",
+    "num_layers": 2,
+    "heads": 2,
+    "pipeline_schedule": "1f1b",
+}
 
 
 def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants_fit, "_LEAST", 4)
-    names, rows = TABLES["vtrain"].names.split(", "), [timed(2, width, 1.0) for width in (64, 128)]
+    names, rows = TABLES["vtrain"].names.split(", "), [TIMED | {"hidden": width} for width in (64, 128)]
     import_csv(tmp_path / "data", tmp_path / "steps.csv", "vtrain", names, rows)
     of_steps, _ = constants_fit._megatron_times(tmp_path / "data", load_efficiencies())
     assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers

@@ -14,7 +14,7 @@ from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
 from learn.fitting.config_models import drawn_cases
-from tests.learn.learn_rows import make_configs, write_runs
+from tests.learn.learn_rows import make_configs, write_batch
 
 pytestmark = [pytest.mark.shares_traces, pytest.mark.usefixtures("no_models_of_ones_own")]
 
@@ -279,8 +279,8 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, answer, show
     assert "error on held-out configurations" in said
 
     (config,) = make_configs(1, families=("mlp",))
-    (run_id,) = write_runs(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")
-    found = answer("estimate", f"run={run_id}", "method=fast", f"data={tmp_path / 'd'}")
+    write_batch(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")
+    found = answer("estimate", "run=job-000000", "method=fast", f"data={tmp_path / 'd'}")
     assert found["device"] == "H200-SXM-141GB" and found["run"]["status"] == "ok"
     wanted = estimate(config, method="fast", device="H200-SXM-141GB").peak_memory_mib
     assert found["peak_memory_mib"] == wanted

@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,11 +29,8 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fitted(data):
-    return fit(settings(data), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
-
-
-def settings(data, **changes):
-    return FitSettings(target="memory", estimator="lightgbm", data=str(data), **changes)
+    settings = FitSettings(target="memory", estimator="lightgbm", data=str(data))
+    return fit(settings, now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
 
 
 def test_command_prints_the_figures_and_the_artifacts_path(data, shown):
@@ -90,10 +88,7 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
     from learn.judging import report
 
-    def full(*_args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(report, "write_report", full)
+    monkeypatch.setattr(report, "write_report", Mock(side_effect=OSError(28, "No space left on device")))
     before = versions(data, "drama")
     with pytest.raises(OSError, match="No space"):
         fit(FitSettings(target="drama", estimator="lightgbm", data=str(data)))
