@@ -57,16 +57,12 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A build of seconds: fewer trees and configurations, and without the project's own data set."""
+@pytest.mark.slow
+def test_the_command_writes_a_model_a_target_and_a_card(tmp_path, monkeypatch, shown):
+    """Of fewer trees and configurations, and without the project's own data set."""
     monkeypatch.setattr(build_defaults, "CASES", 60)
     monkeypatch.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
     monkeypatch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=10))
-
-
-@pytest.mark.slow
-def test_the_command_writes_a_model_a_target_and_a_card(tmp_path, quick, shown):
     place = tmp_path / "a'; echo foo, [b] {c}*?"
     out = place / "first" / "models"
     argv = f"path={published(place / 'files')}", f"out={out}", f"data={place / 'data'}"

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from featurize.families import cnn, mlp, transformer
+from featurize.families import cnn, mlp
 from learn.estimators.hybrid import HybridEstimator
 from learn.estimators.trees import Trees
 from learn.job.training_job import Case, of_config, of_configs
 from learn.rows.step_store import StepStore
+from tests.featurize.small_configs import small_config
 from tests.learn.learn_rows import make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
@@ -18,16 +19,6 @@ STEPS = StepStore()  # of the cases that the tests share
 
 MLP = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
 CNN = cnn.Config(batch_size=64, image_size=32, channels=3, classes=10, base_filters=16, depth=3)
-ATTENTION = transformer.Config(
-    batch_size=8,
-    vocabulary_size=100,
-    sequence_length=64,
-    embedding_size=64,
-    heads=4,
-    depth=2,
-    feed_forward=128,
-    classes=10,
-)
 NEW = [  # unlike those that are fitted on, and in their middle
     mlp.Config(batch_size=96, input_size=900, classes=10, depth=2),
     cnn.Config(batch_size=96, image_size=32, channels=3, classes=10, base_filters=20, depth=3),
@@ -128,11 +119,7 @@ def test_a_device_never_measured_gets_an_answer_with_a_wider_bound_and_the_reaso
 
 
 def test_what_is_unlike_anything_fitted_on_is_said(fitted):
-    odd = [
-        replace(MLP, batch_size=100_000),
-        replace(MLP, precision="bf16"),
-        ATTENTION,
-    ]
+    odd = [replace(MLP, batch_size=100_000), replace(MLP, precision="bf16"), small_config("transformer", 0)]
     said = fitted.predict(of_configs(odd), STEPS).unfamiliar
     assert "a batch of 100,000, fitted on 8 to 512" in said[0]
     assert any("half precision: only fp32 was fitted on" in reason for reason in said[1])

@@ -125,8 +125,7 @@ def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeyp
 LEARNED = load_efficiencies()
 
 
-@pytest.fixture(scope="module")
-def rows():
+def test_a_fit_explains_measured_activity():
     """Jobs whose SMs hold half the warps that the file that comes along says, and are empty in all of the latency."""
     truth = dataclasses.replace(
         LEARNED.activity,
@@ -149,10 +148,6 @@ def rows():
                 input_ms=0.0,
             )
         )
-    return rows
-
-
-def test_a_fit_explains_measured_activity(rows):
     fit = ActivityFit(rows, LEARNED)
     everything = np.ones(len(rows), dtype=bool)
     before = fit.errors(*fit.fitted(everything, iterations=0))

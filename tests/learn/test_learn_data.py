@@ -159,15 +159,13 @@ BATCHES = (4, 8, 16, 32)
 CNN = Config(batch_size=1, image_size=64, channels=3, depth=3, base_filters=32, classes=10)
 
 
-@pytest.fixture(scope="module")
-def steps():
-    return StepStore()
+STEPS = StepStore()  # of the cases that the tests share
 
 
 @pytest.fixture(scope="module")
-def traced_mib(steps):
+def traced_mib():
     rows = make_rows("memory", [replace(CNN, batch_size=batch) for batch in BATCHES], [1.0] * len(BATCHES))
-    return [steps.record(case).values["job_memory_mib"] for case in rows.cases]
+    return [STEPS.record(case).values["job_memory_mib"] for case in rows.cases]
 
 
 GIB = MIB_PER_GIB
@@ -196,14 +194,14 @@ LABELS = {  # what is measured of each batch by what is traced, and which of the
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labels_that_nothing_explains_are_doubted(steps, traced_mib, name):
+def test_labels_that_nothing_explains_are_doubted(traced_mib, name):
     label_of, doubted = LABELS[name]
     rows = make_rows("memory", [replace(CNN, batch_size=batch) for batch in BATCHES], label_of(traced_mib))
-    assert [bool(doubt) for doubt in with_suspects(rows, steps).doubt] == doubted
+    assert [bool(doubt) for doubt in with_suspects(rows, STEPS).doubt] == doubted
 
 
-def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone(steps):
+def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone():
     config = replace(CNN, batch_size=4096, image_size=128)
     rows = make_rows("memory", [config], [2301.0])
-    steps.record(rows.cases[0])
-    assert with_suspects(rows, steps).doubt.tolist() == ["less than the job's tensors alone"]
+    STEPS.record(rows.cases[0])
+    assert with_suspects(rows, STEPS).doubt.tolist() == ["less than the job's tensors alone"]
