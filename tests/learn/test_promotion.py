@@ -26,7 +26,6 @@ NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)
 FIRST_KEYS = {group_key(config) for config in POOL[:90]}
 HELD_OUT = [config for config in POOL if is_held_out([group_key(config)])[0]]
-OTHERS = [config for config in POOL if not is_held_out([group_key(config)])[0]]
 SEEN = [config for config in HELD_OUT if config in POOL[:90]]
 FRESH = [config for config in HELD_OUT if group_key(config) not in FIRST_KEYS]
 
@@ -83,7 +82,8 @@ def test_a_cycle_that_was_killed_after_writing_neither_writes_again_nor_judges_i
 
 def test_too_few_rows_that_the_current_model_has_not_seen(fitted):
     data, old = fitted
-    write_batch(data, [*FRESH[:12], *OTHERS[-5:]], job="n1", statuses=["ok"] * 17)
+    others = [config for config in POOL[-20:] if config not in HELD_OUT]
+    write_batch(data, [*FRESH[:12], *others[-5:]], job="n1", statuses=["ok"] * 17)
     found = night(data, 1, "smact")
     assert found.decision == "kept" and found.current == old.name and found.held_out == 12
     assert "12 with a figure, of 12 different configurations" in found.why and "30 rows of 10" in found.why

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from importlib import resources
@@ -22,7 +23,6 @@ from learn.job.training_job import Case
 from learn.rows.data import load_rows
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = """
@@ -31,17 +31,37 @@ Path(__file__).with_name("it ran").touch()
 from torch import nn
 def build(): return nn.Linear(4, 2)
 """
+TRUSTED = """
+import functools, os, torch
+from os import system
+from torch import nn
+from torch.nn import Linear
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.linear(x)
+class Command:
+    def __init__(self, command): os.system(command)
+def build(): return Net()
+def run(command): os.system(command)
+made = functools.partial(run)
+"""
 OWN = {"family": "zoo", "model": "rows_are_data_evil:build", "inputs": "float32[4]", "batch_size": 8}
 
 
 @pytest.fixture
-def evil(place, monkeypatch):
-    """A module that can be imported, and leaves a file where it was."""
-    (place / "rows_are_data_evil.py").write_text(EVIL)
+def ran(place, monkeypatch):
+    """The file that code of two modules leaves, one of strangers and one that the user trusts: both can be imported."""
+    modules = {"rows_are_data_evil": EVIL, "rows_are_data_trusted": TRUSTED}
+    for name, text in modules.items():
+        (place / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setenv("PYTHONPATH", f"{place}{os.pathsep}{ROOT}")
     yield place / "it ran"
-    sys.modules.pop("rows_are_data_evil", None)
+    for name in modules:
+        sys.modules.pop(name, None)
     zoo._read.cache_clear()
 
 
@@ -49,48 +69,32 @@ def own_config(**changes):
     return zoo.Config(**{key: value for key, value in (OWN | changes).items() if key != "family"})
 
 
-def write_odd(data, configs, job="odd", **columns):
-    """Rows whose `config` is that text, labelled like any other."""
-    writer = RunWriter(DataFolder.resolve(data))
-    labelled = runs_of(make_configs(len(configs)), job=job, statuses=["ok"] * len(configs), **columns)
-    runs = [run | {"config": text} for run, text in zip(labelled, configs, strict=True)]
-    for family in {run["family"] for run in runs}:
-        writer.write_batch([run for run in runs if run["family"] == family])
-    return [run["run_id"] for run in labelled]
-
-
-def command(module, *argv):
-    return subprocess.run(
-        [sys.executable, "-m", f"learn.{module}", *argv], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
-
-
 @pytest.mark.slow
-def test_no_command_imports_what_a_row_names(evil, data):
+def test_no_command_imports_what_a_row_names(ran, data):
     write_batch(data, make_configs(60))
-    (run_id,) = write_odd(data, [json.dumps(OWN)])
-    quoted = f"data={json.dumps(str(data))}"
+    write_batch(data, make_configs(1), job="odd", statuses=["ok"], config=json.dumps(OWN))
     for module, *argv in (
-        ("estimate", f"run={run_id}"),
+        ("estimate", "run=odd-000000"),
         ("fit", "target=memory", "estimator=lightgbm"),
         ("benchmark", "estimators=[horus,lightgbm]", "workers=1", "rows=20"),
     ):
-        done = command(module, *argv, quoted)
-        assert not evil.exists(), module
+        line = [sys.executable, "-m", f"learn.{module}", *argv, f"data={json.dumps(str(data))}"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert not ran.exists(), module
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == (2 if module == "estimate" else 0), done.stderr
         said = done.stdout + done.stderr
         assert "rows_are_data_evil:build comes from stored data" in " ".join(said.split()), said
-        assert module == "estimate" or run_id in said
+        assert module == "estimate" or "odd-000000" in said
 
 
-def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(evil, tmp_path, shown, refused):
+def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(ran, tmp_path, shown, refused):
     for stored in (OWN, own_config()):
         with pytest.raises(UsageError, match="comes from stored data, so it is not imported"):
             estimate(stored)
-        assert not evil.exists()
+        assert not ran.exists()
     assert estimate(OWN, trust=["rows_are_data_evil"]).parameters == 10
-    assert evil.exists()
+    assert ran.exists()
     shown("estimate", "config={family: zoo, model: 'rows_are_data_evil:build', inputs: 'float32[4]', batch_size: 8}")
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text(json.dumps(OWN | {"inputs": "float32[2,4]"}) + "\n")
@@ -113,35 +117,6 @@ def test_trust_is_kept_by_copies_between_processes_and_lost_in_text():
         estimate(OWN, trust=["os; rm"])
 
 
-TRUSTED = """
-import functools, os, torch
-from os import system
-from torch import nn
-from torch.nn import Linear
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-    def forward(self, x):
-        return self.linear(x)
-class Command:
-    def __init__(self, command): os.system(command)
-def build(): return Net()
-def run(command): os.system(command)
-made = functools.partial(run)
-"""
-
-
-@pytest.fixture
-def trusted(tmp_path, monkeypatch):
-    """A module that the user trusts, and a file that exists once a command was run through it."""
-    (tmp_path / "rows_are_data_trusted.py").write_text(TRUSTED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path / "it ran"
-    sys.modules.pop("rows_are_data_trusted", None)
-    zoo._read.cache_clear()
-
-
 def trusted_config(factory, **changes):
     values = {**OWN, "model": f"rows_are_data_trusted:{factory}", **changes}
     return config_of_row(json.dumps(values), trust=["rows_are_data_trusted"])
@@ -160,14 +135,14 @@ def trusted_config(factory, **changes):
         ("Linear", "is defined in torch.nn.modules.linear; name it as torch.nn.modules.linear:Linear, and trust that"),
     ],
 )
-def test_of_a_trusted_module_data_may_name_only_what_it_defines(trusted, factory, message):
-    arguments = {"arguments": json.dumps({"command": f"touch '{trusted}'"})}
+def test_of_a_trusted_module_data_may_name_only_what_it_defines(ran, factory, message):
+    arguments = {"arguments": json.dumps({"command": f"touch {shlex.quote(str(ran))}"})}
     with pytest.raises(NotTrusted, match=message):
         zoo.build(trusted_config(factory, **arguments))
-    assert not trusted.exists()
+    assert not ran.exists()
 
 
-def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_name_anything(trusted):
+def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_name_anything(ran):
     assert [type(zoo.build(trusted_config(name))).__name__ for name in ("Net", "build")] == ["Net", "Net"]
     linear = trusted_config("torch.nn.Linear", arguments='{"in_features":4,"out_features":2}')
     assert type(zoo.build(config_of_user(linear.to_mapping()))).__name__ == "Linear"
@@ -275,11 +250,12 @@ def test_a_config_that_is_none_is_one_short_reason_without_control_characters(te
 def test_odd_rows_cost_themselves_and_are_counted_and_named(data):
     write_batch(data, make_configs(40), statuses=["ok"] * 40)
     odd = [text for text in ODD if "timm" not in text]
-    run_ids = write_odd(data, odd)
+    for place, text in enumerate(odd):
+        write_batch(data, make_configs(1), job=f"odd-{place}", statuses=["ok"], config=text)
     rows = load_rows(data, "memory")
     assert len(rows) == 40 and rows.counts["unreadable"] == len(odd)
     said = "\n".join(rows.left_out)
-    assert run_ids[0] in said and "their configs cannot be read" in said and len(rows.left_out) == 1
+    assert "odd-0-000000" in said and "their configs cannot be read" in said and len(rows.left_out) == 1
     assert all(text.isprintable() for text in rows.left_out)
 
 
