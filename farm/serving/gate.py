@@ -25,7 +25,7 @@ import traceback
 import uuid
 from base64 import b64decode
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -35,6 +35,7 @@ from conf.errors import UsageError
 
 if TYPE_CHECKING:
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from farm.serving.settings import ServeSettings
 
@@ -180,11 +181,6 @@ class Places:
             del self._held[client]
 
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 CLIENT = "gpufarm.client"  # key of a scope: the client
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
@@ -212,7 +208,7 @@ class Gate:
 
     def __init__(
         self,
-        inner: Application,
+        inner: ASGIApp,
         settings: ServeSettings,
         pages: int,
         places: Places,
