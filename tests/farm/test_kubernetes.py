@@ -6,16 +6,15 @@ import base64
 import contextlib
 import copy
 import functools
-import http.client
-import http.server
 import json
 import math
 import operator
-import threading
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
+from fastapi import FastAPI, Query, Request
 
 from conf.cli.commands import settings_class
 from conf.cli.settings import documented_keys
@@ -23,6 +22,7 @@ from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.scheduling import device_of
 from learn import estimate
 from tests.farm.served import MLP
+from tests.farm.test_serving_connections import listening
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "infra" / "kubernetes"
 # As an API server of Kubernetes 1.31 sends it, less what no webhook of a pod looks at.
@@ -202,65 +202,47 @@ def workload(name: str, annotations: dict[str, str], state: str = "Pending") -> 
     }
 
 
-class RecordedApi:
-    """An API server that lists recorded objects and keeps the patches of their status."""
+CHECKS = (
+    {"metadata": {"name": "memory", "generation": 2}, "spec": {"controllerName": CONTROLLER}},
+    {"metadata": {"name": "other"}, "spec": {"controllerName": "someone/else"}},
+)
 
-    def __init__(self, workloads: list[dict], version: str = "v1beta1") -> None:
-        self.version = version  # that it prefers
-        checks = [
-            {"metadata": {"name": "memory", "generation": 2}, "spec": {"controllerName": CONTROLLER}},
-            {"metadata": {"name": "other"}, "spec": {"controllerName": "someone/else"}},
-        ]
-        self.lists = {"admissionchecks": checks, "workloads": workloads}
-        self.patches: dict[str, dict] = {}
-        self.of_page = 1
-        outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if path == "/apis/kueue.x-k8s.io":
-                    return self.answer({"kind": "APIGroup", "preferredVersion": {"version": outer.version}})
-                assert path.startswith(f"/apis/kueue.x-k8s.io/{outer.version}/")
-                kind = path.rpartition("/")[2]
-                objects = outer.lists[kind]
-                at = int(self.path.partition("continue=")[2] or 0)
-                more = str(at + outer.of_page) if at + outer.of_page < len(objects) else ""
-                self.answer({"items": objects[at : at + outer.of_page], "metadata": {"continue": more}})
+@contextlib.contextmanager
+def recorded_api(workloads, version="v1beta1", checks=CHECKS, of_page=1):
+    """An API server that prefers a version and lists recorded objects; yields its URL, and the patches of their status
+    by name."""
+    lists, patches = {"admissionchecks": checks, "workloads": workloads}, {}
+    api, group = FastAPI(), "/apis/kueue.x-k8s.io"
 
-            def do_PATCH(self) -> None:
-                assert self.headers["content-type"] == "application/apply-patch+yaml"
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                path, _, query = self.path.partition("?")
-                assert path.endswith("/status") and "fieldManager=gpufarm" in query and "force=true" in query
-                assert body["apiVersion"] == f"kueue.x-k8s.io/{outer.version}"
-                outer.patches[path.removesuffix("/status").rpartition("/")[2]] = body
-                self.answer(body)
+    @api.get(group)
+    def preferred():
+        return {"kind": "APIGroup", "preferredVersion": {"version": version}}
 
-            def answer(self, value: dict) -> None:
-                content = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+    @api.get(f"{group}/{version}/{{kind}}")
+    def listed(kind: str, start: Annotated[int, Query(alias="continue")] = 0):
+        after = start + of_page
+        more = str(after) if after < len(lists[kind]) else ""
+        return {"items": lists[kind][start:after], "metadata": {"continue": more}}
 
-            def log_message(self, *_: object) -> None: ...
+    @api.patch(f"{group}/{version}/{{path:path}}/status")
+    async def patched(path: str, request: Request):
+        assert request.headers["content-type"] == "application/apply-patch+yaml"
+        assert {"fieldManager": "gpufarm", "force": "true"}.items() <= request.query_params.items()
+        body = patches[path.rpartition("/")[2]] = await request.json()
+        assert body["apiVersion"] == f"kueue.x-k8s.io/{version}"
+        return body
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    with listening(application=api) as (port, _):
+        yield f"http://127.0.0.1:{port}", patches
 
 
 @pytest.fixture
 def decided(service, handlers, shown):
     def decided(*workloads: dict, version: str = "v1beta1") -> dict[str, dict]:
-        with contextlib.closing(RecordedApi(list(workloads), version)) as api:
-            shown("kueue", f"server={service.url}", f"api={api.url}", "once=true")
-        return api.patches
+        with recorded_api(workloads, version) as (url, patches):
+            shown("kueue", f"server={service.url}", f"api={url}", "once=true")
+        return patches
 
     return decided
 
@@ -326,16 +308,16 @@ def with_shape(dotted: str, shape: object) -> dict:
 
 def test_a_workload_of_any_shape_keeps_no_other_from_its_decision(service, capsys):
     odd = [with_shape(dotted, shape) for dotted in PLACES for shape in WRONG_SHAPES]
-    api = RecordedApi([*odd, *WRONG_SHAPES, workload("ü /?", {}), workload("last", {"gpufarm.io/job": JOB})])
+    workloads = [*odd, *WRONG_SHAPES, workload("ü /?", {}), workload("last", {"gpufarm.io/job": JOB})]
+    checks = list(CHECKS)
     for shape in WRONG_SHAPES:
         named = {"metadata": {"name": "memory", "generation": shape}, "spec": {"controllerName": CONTROLLER}}
         unnamed = {"metadata": shape, "spec": {"controllerName": CONTROLLER}}
         nobodys = {"metadata": {"name": "x"}, "spec": shape}
-        api.lists["admissionchecks"] += [shape, unnamed, nobodys, named | {"status": {"conditions": shape}}]
-    api.of_page = 50
-    with contextlib.closing(api), service.client() as client:
-        decide_pending(KueueApi(configuration(api.url)), client)
-    assert api.patches["last"]["status"]["admissionChecks"][0]["state"] == "Ready"
+        checks += [shape, unnamed, nobodys, named | {"status": {"conditions": shape}}]
+    with recorded_api(workloads, checks=checks, of_page=50) as (url, patches), service.client() as client:
+        decide_pending(KueueApi(configuration(url)), client)
+    assert patches["last"]["status"]["admissionChecks"][0]["state"] == "Ready"
     assert "training/odd: Ready: no pod says which job it runs" in capsys.readouterr().out.splitlines()
 
 

@@ -36,7 +36,7 @@ async def application(scope, receive, send):
 
 
 @contextlib.contextmanager
-def listening(loop="uvloop", certificate=None, key=None, **limits):
+def listening(loop="uvloop", certificate=None, key=None, application=application, **limits):
     """A server in a thread of this process, whose clients may take an hour unless a limit says less; yields its port
     and the server."""
     limits = {"head_s": 3600.0, "body_s": 3600.0, "unread_s": 3600.0, **limits}
