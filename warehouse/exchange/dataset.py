@@ -8,9 +8,7 @@ paths, thinned telemetry. `warehouse.export` writes such a folder, `warehouse.in
 from __future__ import annotations
 
 import contextlib
-import datetime
 import getpass
-import hashlib
 import json
 import os
 import platform
@@ -26,7 +24,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.files.outputs import parse_json
-from conf.plain_text import first_line
+from conf.plain_text import first_line, sql_text
 from warehouse.files.writer import conform, detail_table, run_problems
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.tables.duckdb_access import scratch_cursor
@@ -60,11 +58,16 @@ _ALWAYS = (
 # Telemetry columns that need 64 bits, because a counter grows for years; others are stored as 32-bit floats.
 _WHOLE = ("t_ms", "energy_j")
 _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct, so a dictionary would only add size
+_IS_LOADED = f"coalesce(starts_with(runs.job_id, {sql_text(DATASET_JOB_PREFIX)}), false)"
+# Columns of exported runs: ids of run and device in the data folder, the public id, and whether the run came from a
+# data set, in which its row was public already.
+_EXPORTED = pa.schema(
+    [("own_id", pa.string()), ("own_uuid", pa.string()), ("run_id", pa.string()), ("is_loaded", pa.bool_())]
+)
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # the end of an error has its message
 # Decimals of telemetry by unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
-_PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, order=True)
@@ -105,22 +108,6 @@ def find_parts(root: Path) -> list[DatasetPart]:
         if name is not None and not path.parent.name.startswith("."):
             parts.append(DatasetPart(path.parent.name, name["device"], name["day"]))
     return sorted(parts)
-
-
-def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.datetime | None) -> str:
-    """Return a run's public id: its id, and 8 hex digits that identify where and when it ran.
-
-    A job's runs have the same ids on every machine and at every release of torch, so a repeat lands once. In a data
-    set each measurement needs a different id.
-    """
-    ended = "" if finished_at is None else finished_at.strftime("%Y-%m-%dT%H:%M:%S.%f")
-    digest = hashlib.sha256(f"{run_id}\n{device_uuid or ''}\n{ended}".encode()).hexdigest()
-    return f"{run_id}-{digest[:8]}"
-
-
-def is_loaded(job_id: str | None) -> bool:
-    """Return whether rows of this job came from a data set, and so have their public id already."""
-    return job_id is not None and job_id.startswith(DATASET_JOB_PREFIX)
 
 
 def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
@@ -228,12 +215,62 @@ def check_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, 
     return rows
 
 
-def public_row(run: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `runs` under its public id, without names of machines, users and folders."""
-    row = dict(run)
-    for name in ("started_at", "finished_at"):
-        if row[name] is not None:
-            row[name] = row[name].replace(tzinfo=datetime.UTC)
+def public_runs(connection: WarehouseConnection, where: str) -> list[dict[str, Any]]:
+    """Return rows of `runs` under public ids, without names of machines, users and folders.
+
+    `where` is the query's end after WHERE. Each row also has the further columns of `_EXPORTED`.
+    """
+    public = {
+        "run_id": _public("runs.run_id", _distinct_run_id("runs")),
+        "job_id": f"CASE WHEN is_loaded THEN substr(runs.job_id, {len(DATASET_JOB_PREFIX) + 1}) ELSE runs.job_id END",
+        "device_uuid": _public("runs.device_uuid", _anonymous_uuid("runs")),
+        "group_id": _public("runs.group_id", _distinct_group_id("runs", "runs.device_uuid")),
+    }
+    columns = ", ".join(f"{public.get(name, f'runs.{name}')} AS {name}" for name in RUN_SCHEMA.names)
+    own = f"{_IS_LOADED} AS is_loaded, run_id AS own_id, device_uuid AS own_uuid"
+    rows = connection.sql(f"SELECT {own}, {columns} FROM runs WHERE {where}").to_arrow_table().to_pylist()
+    return [_without_names(row) for row in rows]
+
+
+def known_public_ids(connection: WarehouseConnection) -> set[str]:
+    """Return the public ids of the folder's runs, both measured here and loaded."""
+    public_id = _public("runs.run_id", _distinct_run_id("runs"))
+    ids = f"SELECT {_IS_LOADED} AS is_loaded, {public_id} FROM runs WHERE source != 'imported'"
+    return {run_id for _, run_id in connection.execute(ids).fetchall()}
+
+
+# SQL of the public form of columns.
+
+
+def _public(column: str, form: str) -> str:
+    """Return a column's public form; rows of loaded data sets have it already."""
+    return f"CASE WHEN is_loaded THEN {column} ELSE {form} END"
+
+
+def _distinct_run_id(run: str) -> str:
+    """Return a run's id and 8 hex digits that identify where and when it ran.
+
+    A job's runs have the same ids on every machine and at every release of torch, so a repeat lands once. In a data
+    set each measurement needs a different id.
+    """
+    ended = f"strftime({run}.finished_at, '%Y-%m-%dT%H:%M:%S.%f')"
+    where_and_when = f"concat({run}.run_id, chr(10), {run}.device_uuid, chr(10), {ended})"
+    return f"{run}.run_id || '-' || left(sha256({where_and_when}), 8)"
+
+
+def _distinct_group_id(table: str, device_uuid: str) -> str:
+    """Return a group's id, made distinct by its device: two machines may run the same job."""
+    return f"{table}.group_id || '-' || left(sha256(concat({table}.group_id, chr(10), {device_uuid})), 8)"
+
+
+def _anonymous_uuid(table: str) -> str:
+    """Return an id that only distinguishes cards."""
+    uuid = f"{table}.device_uuid"
+    return f"CASE WHEN {table}.source = 'measured' THEN 'gpu-' || left(sha256({uuid}), 12) ELSE {uuid} END"
+
+
+def _without_names(run: Mapping[str, Any]) -> dict[str, Any]:
+    row = {**run, "node": None, "worker": None}
     names = _names(run["node"])
     for name in _TEXTS:
         if row[name] is not None:
@@ -242,15 +279,6 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["config"] = scrub(row["config"])
     if row["error"] is not None:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
-    row["node"] = row["worker"] = None
-    if is_loaded(run["job_id"]):
-        row["job_id"] = run["job_id"].removeprefix(DATASET_JOB_PREFIX)
-        return row
-    row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
-    if run.get("group_id") is not None:
-        row["group_id"] = _public_group_id(run["group_id"], run["device_uuid"])
-    if run["source"] == "measured":
-        row["device_uuid"] = _public_uuid(run["device_uuid"])
     return row
 
 
@@ -280,7 +308,7 @@ def _public_telemetry(connection: WarehouseConnection, hz: float | None, where: 
     columns = ", ".join(_round(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before thinning: a data set that is loaded and exported again stays the same.
     samples = connection.sql(
-        f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
+        f"SELECT exported.run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
         f"JOIN exported ON telemetry.run_id = own_id WHERE {where} ORDER BY ALL"
     )
     table = samples.to_arrow_table().cast(TELEMETRY_SCHEMA)
@@ -290,57 +318,34 @@ def _public_telemetry(connection: WarehouseConnection, hz: float | None, where: 
 def _public_details(connection: WarehouseConnection, kind: str, where: str) -> pa.Table:
     """Return the rows of a table of `DETAILS` of the runs of `exported`; imported ones belong to no run."""
     detail = DETAILS[kind]
-    # A row's id begins with its run's id.
-    public_row_id = f"public_id || substr({kind}.{detail.row_id}, length(own_id) + 1)"
-    public = {"run_id": "public_id", detail.row_id: public_row_id, "node": "NULL"}
+    public = {
+        "run_id": "exported.run_id",
+        # A row's id begins with its run's id.
+        detail.row_id: f"exported.run_id || substr({kind}.{detail.row_id}, length(own_id) + 1)",
+        "node": "NULL",
+        "device_uuid": _public(f"{kind}.device_uuid", _anonymous_uuid(kind)),
+        "group_id": _public(f"{kind}.group_id", _distinct_group_id(kind, "own_uuid")),
+        "solo_run_id": _public(f"{kind}.solo_run_id", _distinct_run_id("solo")),
+    }
     columns = ", ".join(f"{public.get(name, f'{kind}.{name}')} AS {name}" for name in detail.schema.names)
+    solo = "LEFT JOIN attempts AS solo ON solo.run_id = solo_run_id" if "solo_run_id" in detail.schema.names else ""
     rows = connection.sql(
-        f"SELECT {columns} FROM {kind} JOIN exported ON {kind}.run_id = own_id WHERE {where} ORDER BY {detail.row_id}"
+        f"SELECT {columns} FROM {kind} JOIN exported ON {kind}.run_id = own_id {solo} WHERE {where} "
+        f"ORDER BY {detail.row_id}"
     )
     table = rows.to_arrow_table().cast(detail.schema)
-    if kind == "collocations":
-        return _public_groups(connection, table, where)
-    if "device_uuid" not in table.column_names:
+    if kind != "collocations":
         return table
-    uuids = [
-        _public_uuid(uuid) if source == "measured" else uuid
-        for uuid, source in zip(table["device_uuid"].to_pylist(), table["source"].to_pylist(), strict=True)
-    ]
-    place = table.schema.get_field_index("device_uuid")
-    return table.set_column(place, table.schema.field(place), pa.array(uuids, pa.string()))
-
-
-def _public_groups(connection: WarehouseConnection, rows: pa.Table, where: str) -> pa.Table:
-    """Return rows of `collocations` with public ids of their groups and solo runs, and scrubbed texts.
-
-    Rows that were loaded from a data set keep their ids.
-    """
-    runs = connection.execute(
-        f"""SELECT public_id, solo_run_id, own.job_id, own.device_uuid, solo.run_id, solo.device_uuid, solo.finished_at
-        FROM collocations JOIN exported ON collocations.run_id = own_id JOIN attempts AS own ON own.run_id = own_id
-        LEFT JOIN attempts AS solo ON solo.run_id = solo_run_id WHERE {where}"""
-    ).fetchall()
-    by_id = {(run_id, solo_id): of_run for run_id, solo_id, *of_run in runs}
-    members = rows.to_pylist()
+    members = table.to_pylist()
     for row in members:
-        job_id, uuid, *solo = by_id[row["run_id"], row["solo_run_id"]]
         for name in ("config", "name", "model"):
             row[name] = None if row[name] is None else scrub(row[name])
-        if not is_loaded(job_id):
-            row["group_id"] = _public_group_id(row["group_id"], uuid)
-            row["solo_run_id"] = None if solo[0] is None else public_id(*solo)
-    return pa.Table.from_pylist(members, schema=rows.schema)
-
-
-def _public_group_id(group_id: str, device_uuid: str | None) -> str:
-    """Return a group's id, made distinct by its device: two machines may run the same job."""
-    digest = hashlib.sha256(f"{group_id}\n{device_uuid or ''}".encode()).hexdigest()
-    return f"{group_id}-{digest[:8]}"
+    return pa.Table.from_pylist(members, schema=detail.schema)
 
 
 def public_tables(
     connection: WarehouseConnection,
-    runs: Sequence[tuple[str, dict[str, Any]]],
+    runs: Sequence[dict[str, Any]],
     hz: float | None,
     where: str = "true",
     kernels: bool = True,
@@ -349,34 +354,26 @@ def public_tables(
 
     Args:
         connection: Connection to the runs' warehouse.
-        runs: Ids in the data folder, and public rows.
+        runs: Rows of `public_runs`.
         hz: Readings a second of each sensor to which telemetry is thinned; None keeps all.
         where: Limits the rows to read: a condition on `{0}`, one of the tables, that holds for all of these runs.
         kernels: False leaves kernels out, as if they had not been requested.
     """
-    exported = {"own_id": [own_id for own_id, _ in runs], "public_id": [row["run_id"] for _, row in runs]}
-    connection.register("exported", pa.table(exported))
+    connection.register("exported", pa.Table.from_pylist(runs, schema=_EXPORTED))
     tables = {"telemetry": _public_telemetry(connection, hz, where.format("telemetry"))}
     for kind in DETAILS:
         of_runs = where.format(kind) if kernels or kind != "kernels" else "false"
         tables[kind] = _public_details(connection, kind, of_runs)
     connection.unregister("exported")
     rows_of = {kind: Counter(table.column("run_id").to_pylist()) for kind, table in tables.items()}
-    for _, run in runs:
+    for run in runs:
         run["telemetry_rows"] = rows_of["telemetry"][run["run_id"]]
         if not kernels:
             run["kernel_rows"] = None
         for kind, detail in DETAILS.items():
             if run[detail.count] is not None:  # NULL: not requested
                 run[detail.count] = rows_of[kind][run["run_id"]]
-    return {**tables, "runs": pa.Table.from_pylist([run for _, run in runs], schema=RUN_SCHEMA)}
-
-
-def _public_uuid(uuid: str | None) -> str | None:
-    """Return an id that only distinguishes cards; that of a published row stays as it is."""
-    if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
-        return uuid
-    return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
+    return {**tables, "runs": pa.Table.from_pylist(runs, schema=RUN_SCHEMA)}
 
 
 def _round(name: str) -> str:
@@ -404,8 +401,3 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
             )) ORDER BY place"""
         ).to_arrow_table()
     return samples.take(kept.column("place"))
-
-
-def naive(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with timestamps without time zone, as in the views."""
-    return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])

@@ -27,8 +27,7 @@ from warehouse.exchange.dataset import (
     KINDS,
     DatasetPart,
     find_parts,
-    naive,
-    public_row,
+    public_runs,
     public_tables,
     read_part,
     repository_folder,
@@ -38,7 +37,7 @@ from warehouse.exchange.dataset_card import card
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import DETAILS, RUN_SCHEMA
+from warehouse.tables.schema import DETAILS
 
 # Runs that lost their worker have no device, and are not exported.
 SOURCES = {
@@ -121,7 +120,7 @@ def export(settings: ExportSettings) -> ExportReport:
         for part, rows in sorted(runs.items()):
             before = read_part(report.root, part, "runs")
             known = set(before.column("run_id").to_pylist())
-            new = [(own_id, row) for own_id, row in rows if row["run_id"] not in known]
+            new = [row for row in rows if row["run_id"] not in known]
             report.there += len(rows) - len(new)
             if not new:
                 continue
@@ -159,9 +158,8 @@ def _lock(root: Path) -> Iterator[None]:
 
 def _runs(
     connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
-) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
-    """Return part -> (run_id in the data folder, public row) of its runs."""
-    columns = ", ".join(RUN_SCHEMA.names)
+) -> dict[DatasetPart, list[dict[str, Any]]]:
+    """Return part -> public rows of its runs."""
     chosen = SOURCES[settings.source]
     if settings.families is not None:
         families = {
@@ -169,13 +167,12 @@ def _runs(
         }
         for name in settings.families:
             require_one_of(f"family with {settings.source} runs", name, families)
-    table = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
-    runs: dict[DatasetPart, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for run in table.cast(naive(RUN_SCHEMA)).to_pylist():
+    runs: dict[DatasetPart, list[dict[str, Any]]] = defaultdict(list)
+    for run in public_runs(connection, f"{chosen} ORDER BY runs.run_id"):
         if settings.families is None or run["family"] in settings.families:
-            runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
+            runs[DatasetPart.of(run)].append(run)
     if not runs:
         raise UsageError(f"data holds no runs for source={settings.source}; known: {', '.join(SOURCES)}")
     return runs

@@ -25,8 +25,7 @@ from warehouse.exchange.dataset import (
     check_details,
     check_rows,
     find_parts,
-    is_loaded,
-    public_id,
+    known_public_ids,
     read_part,
     repository_folder,
 )
@@ -303,7 +302,7 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
         read.append((part, runs, check_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder), contextlib.closing(connect(folder)) as connection:
-        known = _known_public_ids(connection)
+        known = known_public_ids(connection)
         for completed, (part, runs, rows, samples) in enumerate(read):
             progress("landing", completed, len(parts))
             file = FileReport(root / part.path("runs"), len(rows), name=str(part.path("runs")))
@@ -338,17 +337,6 @@ def _land_part(
     jobs = pc.binary_join_element_wise(DATASET_JOB_PREFIX, runs.column("job_id"), "")
     land_batch(folder, "runs", part.family, runs.set_column(column, "job_id", jobs))
     return int(runs.num_rows)
-
-
-def _known_public_ids(connection: WarehouseConnection) -> set[str]:
-    """Return the public ids of the folder's runs, both measured here and loaded."""
-    rows = connection.execute(
-        "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
-    ).fetchall()
-    return {
-        run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
-        for run_id, job_id, uuid, finished_at in rows
-    }
 
 
 def _lock(folder: DataFolder) -> contextlib.AbstractContextManager[object]:

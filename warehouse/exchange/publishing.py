@@ -30,7 +30,7 @@ from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
 from conf.plain_text import sql_text
 from warehouse.exchange import load_example
-from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
+from warehouse.exchange.dataset import CARD, KINDS, narrow, public_runs, public_tables, scrub, writing
 from warehouse.exchange.dataset_card import (
     SECTION_COLUMNS,
     column_sections,
@@ -50,7 +50,7 @@ from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.columns import JOBS, TABLES
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES, STALE_SCHEMA
+from warehouse.tables.schema import DETAILS, JOB_SCHEMA, SOURCES, STALE_SCHEMA
 from warehouse.tables.schema import TABLES as TABLE_SCHEMAS
 
 PAGES_FOLDER = "pages"
@@ -344,29 +344,25 @@ def _write_runs(
 ) -> Iterator[dict[str, Any]]:
     """Write the chosen runs, their samples and details; yield the columns of each that the card reads."""
     for rows in _chunks(connection, chosen):
-        published = [(row["run_id"], public_row(row)) for row in rows]
-        family, first, last = (sql_text(text) for text in (rows[0]["family"], published[0][0], published[-1][0]))
+        family, first, last = (sql_text(text) for text in (rows[0]["family"], rows[0]["own_id"], rows[-1]["own_id"]))
         where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
-        for table, added in public_tables(connection, published, settings.hz, where).items():
+        for table, added in public_tables(connection, rows, settings.hz, where).items():
             write(table, added)
-        yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for _, row in published)
+        yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for row in rows)
 
 
 def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of the chosen rows of `runs`, sorted by family and run_id, each list of one family."""
-    columns = ", ".join(RUN_SCHEMA.names)
+    """Yield lists of the chosen runs' public rows, sorted by family and own id, each list of one family."""
     families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
     for (family,) in families:
-        of_family = f"SELECT {columns} FROM runs WHERE {chosen} AND family = {sql_text(family)}"
         last = ""
         while True:
-            next_runs = f"{of_family} AND run_id > {sql_text(last)} ORDER BY run_id LIMIT {_CHUNK_RUNS}"
-            table = connection.sql(next_runs).to_arrow_table()
-            rows = table.cast(naive(RUN_SCHEMA)).to_pylist()
+            following = f"{chosen} AND runs.family = {sql_text(family)} AND runs.run_id > {sql_text(last)}"
+            rows = public_runs(connection, f"{following} ORDER BY runs.run_id LIMIT {_CHUNK_RUNS}")
             if not rows:
                 break
             yield rows
-            last = rows[-1]["run_id"]
+            last = rows[-1]["own_id"]
 
 
 def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
@@ -397,8 +393,6 @@ def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
     jobs = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
     rows = [row for row in jobs if row["job_id"] in wanted]
     for row in rows:
-        if row["submitted_at"] is not None:
-            row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
         if row["space"] is not None:
             row["space"] = scrub(row["space"])
     return pa.Table.from_pylist(rows, schema=_JOBS)
