@@ -35,6 +35,31 @@ _SETTINGS = {
     "optimizer": "optimizer",
     "quality of labels": "quality",
 }
+# Title of a section -> heads of its table, and the query of its lines.
+_TABLES = {
+    "Environments": (
+        ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days"),
+        f"""SELECT {", ".join(_ENVIRONMENT)}, format('{{:,}}', count(*)),
+            min(day) || CASE WHEN min(day) < max(day) THEN ' to ' || max(day) ELSE '' END
+        FROM (SELECT *, coalesce(strftime(finished_at, '%Y-%m-%d'), '-') AS day FROM runs)
+        GROUP BY {", ".join(_ENVIRONMENT)}
+        ORDER BY {", ".join(f"coalesce({name}, 'None')" for name in _ENVIRONMENT)}""",
+    ),
+    "Windows": (
+        ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s"),
+        """SELECT window_kind, window_ended, format('{:,}', count(*)), format('{:.2f}', median(warmup_s)),
+            format('{:.2f}', min(window_s)), format('{:.2f}', median(window_s)), format('{:.2f}', max(window_s))
+        FROM runs WHERE window_s IS NOT NULL GROUP BY window_kind, window_ended
+        ORDER BY coalesce(window_kind, '-'), coalesce(window_ended, '-')""",
+    ),
+    "Runs by family and status": (
+        ("family", "device", *STATUSES, "all"),
+        f"""SELECT family, device_name,
+            {", ".join(f"format('{{:,}}', count(*) FILTER (status = '{status}'))" for status in STATUSES)},
+            format('{{:,}}', count(*))
+        FROM runs GROUP BY family, device_name ORDER BY coalesce(family, '-'), coalesce(device_name, '-')""",
+    ),
+}
 # Origin of a run's figures: in a sentence, and in a paragraph of the card.
 _LEVELS = {
     "measured": "measured on real GPUs",
@@ -159,8 +184,11 @@ def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[s
     levels_there = set(map(_level, rows))
     made = [kinds, "\n## How they were made\n", *(text for level, text in _MADE.items() if level in levels_there)]
     runs = pa.Table.from_pylist(list(rows), schema=pa.schema([RUN_SCHEMA.field(name) for name in SECTION_COLUMNS]))
-    tables = [section(runs) for section in (_environments, _windows, _counts, _special)]
-    return [*made, _OF_ALL, thinned, _SCRUBBED, *tables]
+    tables = [
+        f"\n## {title}\n\n" + markdown_table(heads, [tuple(map(_describe, line)) for line in _ask(runs, sql)])
+        for title, (heads, sql) in _TABLES.items()
+    ]
+    return [*made, _OF_ALL, thinned, _SCRUBBED, *tables, _special(runs)]
 
 
 def levels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -182,53 +210,6 @@ def _ask(rows: pa.Table, sql: str) -> list[tuple[Any, ...]]:
     with scratch_cursor() as cursor:
         cursor.register("runs", rows)
         return cursor.execute(sql).fetchall()
-
-
-def _in_order(names: Sequence[str], null: str = "-") -> str:
-    return ", ".join(f"coalesce({name}, '{null}')" for name in names)
-
-
-def _environments(rows: pa.Table) -> str:
-    names, day = ", ".join(_ENVIRONMENT), "coalesce(strftime(finished_at, '%Y-%m-%d'), '-')"
-    groups = _ask(
-        rows,
-        f"SELECT count(*), min({day}), max({day}), {names} FROM runs GROUP BY {names} "
-        f"ORDER BY {_in_order(_ENVIRONMENT, 'None')}",
-    )
-    heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
-    lines = [
-        (*map(_describe, environment), f"{runs:,}", first if first == last else f"{first} to {last}")
-        for runs, first, last, *environment in groups
-    ]
-    return "\n## Environments\n\n" + markdown_table(heads, lines)
-
-
-def _windows(rows: pa.Table) -> str:
-    groups = _ask(
-        rows,
-        "SELECT window_kind, window_ended, count(*), median(warmup_s), min(window_s), median(window_s), max(window_s) "
-        "FROM runs WHERE window_s IS NOT NULL GROUP BY window_kind, window_ended "
-        f"ORDER BY {_in_order(('window_kind', 'window_ended'))}",
-    )
-    lines = [
-        (_describe(kind), _describe(ended), f"{runs:,}", *("-" if s is None else f"{s:.2f}" for s in seconds))
-        for kind, ended, runs, *seconds in groups
-    ]
-    heads = ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s")
-    return "\n## Windows\n\n" + markdown_table(heads, lines)
-
-
-def _counts(rows: pa.Table) -> str:
-    counts = ", ".join(f"count(*) FILTER (status = '{status}')" for status in STATUSES)
-    groups = _ask(
-        rows,
-        f"SELECT family, device_name, {counts}, count(*) FROM runs GROUP BY family, device_name "
-        f"ORDER BY {_in_order(('family', 'device_name'))}",
-    )
-    lines = [
-        (_describe(family), _describe(device), *(f"{n:,}" for n in numbers)) for family, device, *numbers in groups
-    ]
-    return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
 
 def _special(rows: pa.Table) -> str:
