@@ -18,7 +18,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
@@ -47,7 +46,9 @@ from farm.serving.bodies import (
     device_at,
     estimate_question,
     fit_question,
+    invalid_body,
     plan_question,
+    request_at,
 )
 from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.gate import (
@@ -402,11 +403,7 @@ class EstimationService:
 
     async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:
-            try:
-                request = _BODY.validate_python(job)
-            except ValidationError as error:
-                raise invalid_body(error.errors(include_url=False), f"/jobs/{place}") from error
-            question = estimate_question(request, self.policy)
+            question = estimate_question(request_at(job, f"/jobs/{place}"), self.policy)
             if question.fast:
                 return await self._fast(question)
             return _answer_of("estimate", await self._ask(question, caller))
@@ -459,21 +456,6 @@ class EstimationService:
             raise invalid(self.scrubber.text(str(error)), "") from error
         except (ArithmeticError, ValueError) as error:
             raise invalid("the job's sizes are too large to compute with", "") from error
-
-
-_BODY: TypeAdapter[EstimateRequest] = TypeAdapter(EstimateRequest)
-
-
-def invalid_body(errors: Any, prefix: str) -> Problem:
-    """Return the problem of a body that the schema refuses, each field by its JSON Pointer."""
-    fields = []
-    for error in errors:
-        if error["type"] == "json_invalid":
-            return Problem(HTTPStatus.BAD_REQUEST, "invalid-request", "The body is not valid JSON.")
-        path = [str(part).replace("~", "~0").replace("/", "~1") for part in error["loc"] if part != "body"]
-        fields.append((f"{prefix}{''.join(f'/{part}' for part in path)}", error["msg"].removeprefix("Value error, ")))
-    detail = "; ".join(f"{pointer or 'the body'}: {text}" for pointer, text in fields[:5])
-    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
 
 
 def _answer_of(kind: str, row: QuestionRow) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
@@ -386,6 +387,26 @@ class ClientQuestion:
     def key(self, state: str) -> str:
         """Return the question's id. `state` names the code and the models that answer."""
         return hashlib.sha256(f"{state}\n{self.text}".encode()).hexdigest()[:_KEY_CHARACTERS]
+
+
+def request_at(body: Mapping[str, Any], pointer: str) -> EstimateRequest:
+    """Return the request of one job. Raises `Problem`, whose pointers begin with that of the body."""
+    try:
+        return EstimateRequest.model_validate(body)
+    except ValidationError as error:
+        raise invalid_body(error.errors(include_url=False), pointer) from error
+
+
+def invalid_body(errors: Any, prefix: str) -> Problem:
+    """Return the problem of a body that the schema refuses, each field by its JSON Pointer."""
+    fields = []
+    for error in errors:
+        if error["type"] == "json_invalid":
+            return Problem(HTTPStatus.BAD_REQUEST, "invalid-request", "The body is not valid JSON.")
+        path = [str(part).replace("~", "~0").replace("/", "~1") for part in error["loc"] if part != "body"]
+        fields.append((f"{prefix}{''.join(f'/{part}' for part in path)}", error["msg"].removeprefix("Value error, ")))
+    detail = "; ".join(f"{pointer or 'the body'}: {text}" for pointer, text in fields[:5])
+    return Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid-request", detail, tuple(fields))
 
 
 def estimate_question(request: EstimateRequest, policy: Policy) -> ClientQuestion:

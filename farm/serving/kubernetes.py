@@ -12,10 +12,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from conf.errors import UsageError, unknown_name
-from farm.serving.bodies import EstimateRequest
+from farm.serving.bodies import EstimateRequest, request_at
 from farm.serving.gate import Problem
 from farm.serving.scheduling import DEVICE, JOB, PREFIX, device_of, job_of_text, value_at
 
@@ -82,14 +80,10 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
 def job_request(text: str, device: str) -> EstimateRequest:
     """Parse the request in a pod's annotation. Raises `Problem`."""
     try:
-        return EstimateRequest(**{"device": device, **job_of_text(text, JOB)})
+        body = job_of_text(text, JOB)
     except UsageError as error:
         raise Problem(422, "invalid-request", str(error)) from error
-    except (ValidationError, TypeError) as error:
-        reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        place = "/".join(map(str, reason["loc"]))
-        detail = f"{JOB}: {place}: {str(reason['msg']).removeprefix('Value error, ')}".replace(": : ", ": ")
-        raise Problem(422, "invalid-request", detail) from error
+    return request_at({"device": device, **body}, "")
 
 
 def annotation_patch(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
