@@ -62,8 +62,11 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
     try:
         dialect = annotations.get(WRITE)
         if dialect is not None and dialect not in DIALECTS:
-            raise Problem(422, "invalid-request", str(unknown_name(WRITE, dialect, DIALECTS)))
-        estimate = await answer(job_request(text, device_of(pod)))
+            raise unknown_name(WRITE, dialect, DIALECTS)
+        request = request_at({"device": device_of(pod), **job_of_text(text, JOB)}, "")
+        estimate = await answer(request)
+    except UsageError as error:
+        return annotation_patch(annotations, {PROBLEM: str(error)[:_LONGEST]})
     except Problem as problem:
         return annotation_patch(annotations, {PROBLEM: problem.detail[:_LONGEST]})
     fits = "unknown" if estimate.fits_device is None else str(estimate.fits_device).lower()
@@ -75,15 +78,6 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
     if dialect in (HAMI, KOORDINATOR):
         patch += _limit(pod, dialect, needed)
     return patch
-
-
-def job_request(text: str, device: str) -> EstimateRequest:
-    """Parse the request in a pod's annotation. Raises `Problem`."""
-    try:
-        body = job_of_text(text, JOB)
-    except UsageError as error:
-        raise Problem(422, "invalid-request", str(error)) from error
-    return request_at({"device": device, **body}, "")
 
 
 def annotation_patch(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:

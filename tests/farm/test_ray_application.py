@@ -13,9 +13,9 @@ import pytest
 from conf.errors import UsageError
 from learn import estimate_many
 from learn.client import Client, Refused
+from tests.farm.served import MLP
 from warehouse.files.folder import DataFolder
 
-MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
 TOKEN = "a-token-of-many-characters"
 needs_serve = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("grpc", "aiohttp", "opencensus", "watchfiles")),

@@ -85,6 +85,11 @@ TOKENS = ("first-token-of-someone", "second-token-of-another")
 WEBHOOK = "/v1/kubernetes/mutate"
 
 
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def metrics():
     return ServiceMetrics()
@@ -119,10 +124,10 @@ class Asked:
 class Work:
     """An application whose answers come when `ended` is set."""
 
-    def __init__(self, gate_of, metrics, tokens=TOKENS, places=64):
+    def __init__(self, metrics, tokens=TOKENS, places=64):
         limits = LimitSettings(body_kib=1, inline_s=30.0, wait_s=1.0)
         settings = types.SimpleNamespace(tokens=tokens, limits=limits, open_metrics=False, host="127.0.0.1")
-        self.gate = gate_of(self, settings, 3, Places(places), RequestLog("none"), metrics)
+        self.gate = Gate(self, settings, 3, Places(places), RequestLog("none"), metrics)
         self.running, self.stopped, self.ended = [], [], asyncio.Event()
 
     async def __call__(self, scope, _receive, send):
@@ -142,42 +147,44 @@ class Work:
         return [one.status for one in asked]
 
 
-def test_a_token_or_an_address_beyond_its_share_is_refused_while_others_are_answered(metrics):
-    async def attack(tokens, greedy, other):
-        work = Work(Gate, metrics, tokens)
-        flood = [Asked(work.gate, **greedy) for _ in range(100)]
-        statuses = await work.statuses(*flood)
-        assert (statuses.count(None), statuses.count(429)) == (32, 68)
-        answered = Asked(work.gate, **other)
-        assert await work.statuses(answered) == [None]
-        work.ended.set()
-        await answered.task
-        assert answered.status == 200
-        await asyncio.gather(*(one.task for one in flood))
-
-    asyncio.run(attack(TOKENS, {"token": TOKENS[0]}, {"token": TOKENS[1]}))
-    asyncio.run(attack((), {"address": "10.0.0.1"}, {"address": "10.0.0.2"}))
-
-
-def test_the_webhook_without_a_token_has_few_places_and_a_wrong_token_none(metrics):
-    async def attack():
-        work = Work(Gate, metrics)
-        flood = [Asked(work.gate, path=WEBHOOK, address=f"10.0.0.{n}") for n in range(20)]
-        statuses = await work.statuses(*flood)
-        assert (statuses.count(None), statuses.count(429)) == (4, 16)
-        known, wrong = Asked(work.gate, TOKENS[0], WEBHOOK), Asked(work.gate, "not-a-token", WEBHOOK)
-        assert await work.statuses(known, wrong, Asked(work.gate)) == [None, 401, 401]
-
-    asyncio.run(attack())
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("tokens", "greedy", "other"),
+    [
+        (TOKENS, {"token": TOKENS[0]}, {"token": TOKENS[1]}),
+        ((), {"address": "10.0.0.1"}, {"address": "10.0.0.2"}),
+    ],
+)
+async def test_a_token_or_an_address_beyond_its_share_is_refused_while_others_are_answered(
+    metrics, tokens, greedy, other
+):
+    work = Work(metrics, tokens)
+    flood = [Asked(work.gate, **greedy) for _ in range(100)]
+    statuses = await work.statuses(*flood)
+    assert (statuses.count(None), statuses.count(429)) == (32, 68)
+    answered = Asked(work.gate, **other)
+    assert await work.statuses(answered) == [None]
+    work.ended.set()
+    await answered.task
+    assert answered.status == 200
+    await asyncio.gather(*(one.task for one in flood))
 
 
-def test_work_ends_when_its_client_leaves_and_its_place_is_free(metrics):
-    async def attack():
-        work = Work(Gate, metrics, places=1)
-        first = Asked(work.gate, TOKENS[0])
-        assert await work.statuses(first, Asked(work.gate, TOKENS[1])) == [None, 429]
-        await first.leave()
-        assert work.stopped == ["token 0"] and first.status is None
-        assert await work.statuses(Asked(work.gate, TOKENS[1])) == [None]
+@pytest.mark.anyio
+async def test_the_webhook_without_a_token_has_few_places_and_a_wrong_token_none(metrics):
+    work = Work(metrics)
+    flood = [Asked(work.gate, path=WEBHOOK, address=f"10.0.0.{n}") for n in range(20)]
+    statuses = await work.statuses(*flood)
+    assert (statuses.count(None), statuses.count(429)) == (4, 16)
+    known, wrong = Asked(work.gate, TOKENS[0], WEBHOOK), Asked(work.gate, "not-a-token", WEBHOOK)
+    assert await work.statuses(known, wrong, Asked(work.gate)) == [None, 401, 401]
 
-    asyncio.run(attack())
+
+@pytest.mark.anyio
+async def test_work_ends_when_its_client_leaves_and_its_place_is_free(metrics):
+    work = Work(metrics, places=1)
+    first = Asked(work.gate, TOKENS[0])
+    assert await work.statuses(first, Asked(work.gate, TOKENS[1])) == [None, 429]
+    await first.leave()
+    assert work.stopped == ["token 0"] and first.status is None
+    assert await work.statuses(Asked(work.gate, TOKENS[1])) == [None]

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import uvicorn
+from fastapi import FastAPI, Request, Response
 
 from farm.serving.connections import GuardedServer, peer_of
 from farm.serving.settings import LimitSettings
@@ -20,19 +21,18 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 LARGE = 8 << 20  # bytes of the answer of /large, more than sockets buffer
 
 
-async def application(scope, receive, send):
-    """Answers with the size of the body, or with LARGE bytes."""
-    if scope["type"] != "http":
-        return
-    size, more = 0, True
-    while more:
-        message = await receive()
-        size += len(message.get("body", b""))
-        more = message.get("more_body", False)
-    body = bytes(LARGE) if scope["path"] == "/large" else b"%d %d" % (size, len(scope["headers"]))
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": 200, "headers": [length]})
-    await send({"type": "http.response.body", "body": body})
+application = FastAPI()
+
+
+@application.post("/large")
+def answer_much():
+    return Response(bytes(LARGE))
+
+
+@application.api_route("/", methods=["GET", "POST"])
+async def answer_with_sizes(request: Request):
+    body = await request.body()
+    return Response(b"%d %d" % (len(body), len(request.scope["headers"])))
 
 
 @contextlib.contextmanager
