@@ -19,8 +19,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import Finding
-from warehouse.tables.columns import TABLES
-from warehouse.tables.schema import STATUSES
+from warehouse.tables.schema import COLUMNS, STATUSES
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
 PRIVATE = ("host17", "example.org", "someone", "10.1.2.3", "GPU-0a1b2c3d", "secret-folder", platform.node())
@@ -142,7 +141,7 @@ def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path, no_checks):
 def test_names_of_machines_users_and_paths_are_nowhere(whole):
     out = whole[0].root
     texts = [(out / name).read_text() for name in ("README.md", "croissant.json")]
-    for table in TABLES:
+    for table in COLUMNS:
         texts += [str(row) for row in rows(out, table)]
     user = getpass.getuser()
     private = (*PRIVATE, str(out.parent), *([user] if user != "root" else []))

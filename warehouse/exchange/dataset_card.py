@@ -14,9 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from conf.plain_text import clean_text
-from warehouse.tables.columns import describe
 from warehouse.tables.duckdb_access import scratch_cursor
-from warehouse.tables.schema import DETAILS, RUN_SCHEMA, STATUSES
+from warehouse.tables.schema import DETAILS, RUN_SCHEMA, STATUSES, describe
 
 _ENVIRONMENT = (
     "device_name",

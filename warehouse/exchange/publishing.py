@@ -48,10 +48,8 @@ from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_s
 from warehouse.files.views import schema_columns, typed_nulls, with_every_column
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
-from warehouse.tables.columns import JOBS, TABLES
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import DETAILS, JOB_SCHEMA, SOURCES, STALE_SCHEMA
-from warehouse.tables.schema import TABLES as TABLE_SCHEMAS
+from warehouse.tables.schema import COLUMNS, DETAILS, JOB_SCHEMA, SOURCES, TABLES
 
 PAGES_FOLDER = "pages"
 FIRST_PAGE = "index.html"
@@ -135,7 +133,7 @@ def _connection(published: Path) -> duckdb.DuckDBPyConnection:
     """Return a connection with a data folder's views over the published files; columns that they lack are NULL."""
     connection = duckdb.connect()
     connection.execute("SET TimeZone = 'UTC'")
-    for table, schema in {**TABLE_SCHEMAS, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}.items():
+    for table, schema in TABLES.items():
         files = sorted((published / table).glob("*.parquet"))
         if not files:
             connection.execute(f"CREATE VIEW {table} AS SELECT {', '.join(typed_nulls(schema))} WHERE false")
@@ -160,7 +158,7 @@ _ALWAYS = {
     **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
 _IMPORTED = tuple(kind for kind, detail in DETAILS.items() if detail.imported)  # rows of these need no run
-_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
+_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name not in ("priority", "config")])  # of use to others
 _CHUNK_RUNS = 2_000
 _TOLD = ("citation", "creators", "url", "version")  # reported if missing
 
@@ -269,7 +267,7 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
             runs = _write_tables(connection, building, settings, report)
             findings = check(connection)
         report.findings = len(findings)
-        tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES}
+        tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in COLUMNS}
         files = [
             (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
             for path in sorted(building.rglob("*.parquet"))
@@ -318,7 +316,7 @@ def _write_tables(
     schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
     with contextlib.ExitStack() as opened:
         writers: dict[str, pq.ParquetWriter] = {}
-        for table in TABLES:
+        for table in COLUMNS:
             (root / table).mkdir(parents=True)
             options = writing(table, schemas[table])
             writer = pq.ParquetWriter(root / table / "part-00000.parquet", schemas[table], **options)
@@ -390,7 +388,7 @@ def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, 
 
 
 def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
-    jobs = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
+    jobs = connection.sql(f"SELECT {', '.join(_JOBS.names)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
     rows = [row for row in jobs if row["job_id"] in wanted]
     for row in rows:
         if row["space"] is not None:

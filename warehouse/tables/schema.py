@@ -1,8 +1,9 @@
 """`Run`, and the Arrow schemas of runs, telemetry samples, kernels and groups of jobs; closed word lists.
 
 Start reading at `Run`, a run as a typed value from the worker that made it to the writer that lands it as a row;
-`TABLES` names the schema of each table. A value that was not measured is NULL; ratios are in [0, 1]; names include
-units. To add a column, append it here and raise `SCHEMA_VERSION`; older files stay readable, since views unite by name.
+`TABLES` names the schema of each table, and `describe` says what a column means. A value that was not measured is NULL;
+ratios are in [0, 1]; names include units. To add a column, append it here and raise `SCHEMA_VERSION`; older files stay
+readable, since views unite by name.
 `DETAILS` has the tables, beside telemetry, whose rows belong to a run: landing, checks, export, publication and ingest
 treat them alike.
 """
@@ -14,7 +15,7 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 
@@ -39,112 +40,140 @@ _PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
 _FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 LABELS = (*_PEAKS, *_FIGURES)  # a run's figures that are learned and compared
 RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` as in `runs`
+_TEXT = pa.string()
+_WHOLE = pa.int64()
+_REAL = pa.float64()
 _TIME = pa.timestamp("us", tz="UTC")
+Columns = Mapping[str, tuple[pa.DataType, str]]  # column -> its type and meaning
 
 
 def _value_type(hint: Any) -> Any:
-    """Return the type of a column's values that are not NULL."""
-    return next(kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
+    """Return the type of a column's values that are not NULL, from its annotation."""
+    (type_hint, _) = typing.get_args(hint)
+    return next(kind for kind in typing.get_args(type_hint) or (type_hint,) if kind is not type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One finished execution of a task: a row of `runs`, with a field for each column. None becomes NULL.
 
-    Nothing is checked here: a worker may send anything, and the writer refuses what breaks the schema. A mapping is
-    stored as a JSON object; `config` in the canonical form by which a trial config is identified.
+    A field's annotation has the column's meaning. Nothing is checked here: a worker may send anything, and the writer
+    refuses what breaks the schema. A mapping is stored as a JSON object; `config` in the canonical form by which a
+    trial config is identified.
     """
 
     # identity
-    run_id: str  # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
-    job_id: str | None = None
-    task_index: int | None = None
-    attempt: int | None = None  # 1 for the first execution
-    family: str
-    # The trial config, with "family"; `featurize.configs.trial.config_from_mapping` reads it.
-    config: Mapping[str, Any] | None = None
-    config_hash: str | None = None
+    # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
+    run_id: Annotated[str, "id of the run, unique in the data set"]
+    job_id: Annotated[str | None, "submission that the run belongs to"] = None
+    task_index: Annotated[int | None, "index of its configuration in the submission's sampled sequence"] = None
+    attempt: Annotated[int | None, "1 for the task's first execution"] = None
+    family: Annotated[str, "family of networks"]
+    # With "family"; `featurize.configs.trial.config_from_mapping` reads it.
+    config: Annotated[Mapping[str, Any] | None, "trial config as JSON: network, batch size, optimizer, precision"] = (
+        None
+    )
+    config_hash: Annotated[str | None, "hash of the trial config"] = None
     # outcome
-    status: str
-    oom_kind: str | None = None
-    error_type: str | None = None
-    error: str | None = None  # message and traceback, the log's tail included
+    status: Annotated[str, "ok, oom (out of memory), timeout, crashed or invalid"]
+    oom_kind: Annotated[str | None, "memory that ran out: device or host"] = None
+    error_type: Annotated[str | None, "class of the failure"] = None
+    error: Annotated[str | None, "end of the failure's message and traceback"] = None
     # where
-    source: str
-    device_name: str | None = None
-    device_uuid: str | None = None
-    device_memory_mib: float | None = None
-    node: str | None = None
-    worker: str | None = None
+    source: Annotated[str, "measured, simulated or imported"]
+    device_name: Annotated[str | None, "model of the device, by its driver's name"] = None
+    device_uuid: Annotated[str | None, "id that distinguishes cards; it has no other meaning"] = None
+    device_memory_mib: Annotated[float | None, "memory of the device"] = None
+    node: Annotated[str | None, "name of the machine"] = None
+    worker: Annotated[str | None, "name of the worker on the machine"] = None
     # environment, whose changes can invalidate labels
-    torch_version: str | None = None
-    cuda_version: str | None = None
-    cudnn_version: str | None = None
-    driver_version: str | None = None
-    python_version: str | None = None
-    allocator_settings: str | None = None
-    farm_version: str | None = None
-    schema_version: int | None = None
+    torch_version: Annotated[str | None, "version of PyTorch"] = None
+    cuda_version: Annotated[str | None, "version of CUDA that PyTorch was built with"] = None
+    cudnn_version: Annotated[str | None, "version of cuDNN"] = None
+    driver_version: Annotated[str | None, "version of the device's driver"] = None
+    python_version: Annotated[str | None, "version of Python"] = None
+    allocator_settings: Annotated[str | None, "settings of PyTorch's caching allocator; NULL for the defaults"] = None
+    farm_version: Annotated[str | None, "version of the measuring program"] = None
+    schema_version: Annotated[int | None, "version of this table's columns"] = None
     # training settings, copied from `config` because queries group by them
-    batch_size: int | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    parameters: int | None = None
+    batch_size: Annotated[int | None, "samples a step"] = None
+    precision: Annotated[str | None, "number format of the step"] = None
+    optimizer: Annotated[str | None, "optimizer of the step"] = None
+    parameters: Annotated[int | None, "trainable parameters of the network"] = None
     # labels
-    peak_memory_mib: float | None = None  # charged to the process by the device, with context and cached blocks
-    peak_reserved_mib: float | None = None
-    peak_allocated_mib: float | None = None
-    peak_rss_mib: float | None = None  # host memory of the trial's process tree
-    smact: float | None = None
-    smocc: float | None = None
-    drama: float | None = None
-    gpu_util: float | None = None
-    power_w: float | None = None
-    energy_j: float | None = None  # over the window
-    step_time_ms: float | None = None  # median of the window's steps
-    steps: int | None = None  # in the window
+    peak_memory_mib: Annotated[
+        float | None, "peak memory that the device charged the process: context, libraries and cached blocks included"
+    ] = None
+    peak_reserved_mib: Annotated[float | None, "peak memory that the caching allocator took from the device"] = None
+    peak_allocated_mib: Annotated[float | None, "peak memory of live tensors"] = None
+    peak_rss_mib: Annotated[float | None, "peak host memory of the process tree"] = None
+    smact: Annotated[float | None, "SM activity, mean over the window (DCGM_FI_PROF_SM_ACTIVE)"] = None
+    smocc: Annotated[float | None, "SM occupancy, mean over the window (DCGM_FI_PROF_SM_OCCUPANCY)"] = None
+    drama: Annotated[float | None, "DRAM activity, mean over the window (DCGM_FI_PROF_DRAM_ACTIVE)"] = None
+    gpu_util: Annotated[float | None, "share of the window in which a kernel ran"] = None
+    power_w: Annotated[float | None, "power draw, mean over the window"] = None
+    energy_j: Annotated[float | None, "energy over the window"] = None
+    step_time_ms: Annotated[float | None, "wall time of a training step, median of the window"] = None
+    steps: Annotated[int | None, "training steps in the window"] = None
     # time
-    window_kind: str | None = None  # adaptive | fixed
-    window_ended: str | None = None  # steady | max_seconds | fixed
-    warmup_s: float | None = None
-    window_s: float | None = None
-    window_start_ms: float | None = None  # on the clock of telemetry.t_ms
-    window_end_ms: float | None = None
-    wall_s: float | None = None  # the worker's wall time for the whole task, on the real clock
-    started_at: datetime.datetime | None = None
-    finished_at: datetime.datetime | None = None
+    window_kind: Annotated[str | None, "adaptive (ends when the figures are steady) or fixed"] = None
+    window_ended: Annotated[str | None, "why the window ended: steady, max_seconds or fixed"] = None
+    warmup_s: Annotated[float | None, "time from the first step to the window"] = None
+    window_s: Annotated[float | None, "length of the window"] = None
+    window_start_ms: Annotated[float | None, "start of the window, on the clock of telemetry's t_ms"] = None
+    window_end_ms: Annotated[float | None, "end of the window, on the clock of telemetry's t_ms"] = None
+    wall_s: Annotated[float | None, "real time of the whole task"] = None  # the worker's, on the real clock
+    started_at: Annotated[datetime.datetime | None, "start of the task, UTC"] = None
+    finished_at: Annotated[datetime.datetime | None, "end of the task, UTC"] = None
     # telemetry
-    telemetry_rows: int | None = None
-    telemetry_missing: Mapping[str, str] | None = None  # JSON: sensor -> reason without readings
+    telemetry_rows: Annotated[int | None, "rows of the run in telemetry"] = None
+    telemetry_missing: Annotated[Mapping[str, str] | None, "JSON: sensor without readings, and the reason"] = None
     # added in version 2
-    quality: str | None = None  # trusted | suspect | untrusted
-    quality_reasons: Mapping[str, str] | None = None  # JSON: reason -> observation, in words
-    quality_summary: Mapping[str, Any] | None = None  # JSON: see workers.labels.quality.Verdict
-    samples_measured: int | None = None  # telemetry rows of the window, by quality
-    samples_repeated: int | None = None
-    samples_unavailable: int | None = None
-    samples_suspect: int | None = None
-    # JSON: label -> half-width of its 95 % confidence interval over the window
-    half_widths: Mapping[str, float] | None = None
-    final: bool | None = None  # false: an attempt after which the task was queued again; `runs` leaves it out
-    memory_fraction: float | None = None  # share of the card's memory that the trial may use; NULL: all
-    mig_profile: str | None = None  # e.g. 1g.5gb; NULL: a whole GPU
-    mps: bool | None = None  # whether the trial used the GPU through CUDA's multi-process service
-    startup_s: float | None = None  # from the task's start to its first step
-    prepared: bool | None = None  # whether its process was prepared while the previous trial ran
+    quality: Annotated[str | None, "how reliable the labels are: trusted, suspect or untrusted"] = None
+    quality_reasons: Annotated[Mapping[str, str] | None, "JSON: reason, and details"] = None
+    quality_summary: Annotated[Mapping[str, Any] | None, "JSON: details of the verdict on the labels"] = (
+        None  # see workers.labels.quality.Verdict
+    )
+    samples_measured: Annotated[int | None, "telemetry rows of the window with a fresh reading"] = None
+    samples_repeated: Annotated[int | None, "telemetry rows of the window that repeat an earlier reading"] = None
+    samples_unavailable: Annotated[int | None, "telemetry rows of the window without a reading"] = None
+    samples_suspect: Annotated[int | None, "telemetry rows of the window with a doubtful reading"] = None
+    half_widths: Annotated[
+        Mapping[str, float] | None, "JSON: label, and half-width of its 95 % confidence interval over the window"
+    ] = None
+    final: Annotated[bool | None, "false for an attempt after which the task ran again"] = (
+        None  # `runs` leaves such attempts out
+    )
+    memory_fraction: Annotated[
+        float | None, "share of the card's memory that the run might take; NULL for all of it"
+    ] = None
+    mig_profile: Annotated[str | None, "slice of the GPU; NULL for a whole one"] = None
+    mps: Annotated[bool | None, "whether the run used CUDA's multi-process service"] = None
+    startup_s: Annotated[float | None, "time from the task's start to its first step"] = None
+    prepared: Annotated[bool | None, "whether the process was prepared during the previous run"] = None
     # added in version 3
-    # JSON: column -> cell of the published file that an imported run was read from
-    origin: Mapping[str, str] | None = None
-    convolutions: Mapping[str, Any] | None = None  # JSON: cuDNN's answers, only in runs of the former family cudnn
+    origin: Annotated[
+        Mapping[str, str] | None, "JSON: cells of the published file that an imported run was read from"
+    ] = None
+    convolutions: Annotated[
+        Mapping[str, Any] | None,
+        "JSON: cuDNN's answer for each convolution, in runs of the former family cudnn; else NULL",
+    ] = None
     # added in version 4
-    kernel_rows: int | None = None  # rows of the run in `kernels`; NULL: kernels not requested
+    kernel_rows: Annotated[int | None, "rows of the run in kernels; NULL: kernels were not requested"] = None
     # added in version 5
-    parallel: str | None = None  # the trial config's layout, as in ddp=2; NULL: one device
-    ranks: int | None = None  # processes with a device each, one row each in `ranks`; NULL: one
-    worst_rank: int | None = None  # the rank that the labels come from: the one with most memory, or the failed one
+    parallel: Annotated[str | None, "how the run used several devices, as in ddp=2; NULL: one device"] = None
+    ranks: Annotated[
+        int | None, "number of processes, each on its own device, and of rows in ranks; NULL: one device"
+    ] = None
+    worst_rank: Annotated[
+        int | None, "rank that the labels come from: the one with the most memory, or the one that ended the run"
+    ] = None
     # added in version 6
-    collocation_rows: int | None = None  # rows of the run in `collocations`; NULL: it did not share the device
-    group_id: str | None = None  # group of trials that shared the device with it; NULL: none
+    collocation_rows: Annotated[int | None, "rows of the run in collocations; NULL: it had the device to itself"] = None
+    group_id: Annotated[
+        str | None, "the group of trials that shared a device, as in collocations; NULL: it had the device to itself"
+    ] = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.
@@ -155,22 +184,14 @@ class Run:
         return {name: _store(name, value) for name, value in values.items() if value is not None}
 
 
-_HINTS = typing.get_type_hints(Run)
+_HINTS = typing.get_type_hints(Run, include_extras=True)
 _INT32 = ("attempt", "schema_version")
-_ARROW = {
-    str: pa.string(),
-    bool: pa.bool_(),
-    int: pa.int64(),
-    float: pa.float64(),
-    datetime.datetime: _TIME,
-}
+_ARROW = {str: _TEXT, bool: pa.bool_(), int: _WHOLE, float: _REAL, datetime.datetime: _TIME}
 JSON_COLUMNS = tuple(name for name, hint in _HINTS.items() if _value_type(hint) not in _ARROW)
-RUN_SCHEMA = pa.schema(
-    [
-        (name, pa.int32() if name in _INT32 else _ARROW.get(_value_type(hint), pa.string()))
-        for name, hint in _HINTS.items()
-    ]
-)
+RUNS: Columns = {
+    name: (pa.int32() if name in _INT32 else _ARROW.get(_value_type(hint), _TEXT), hint.__metadata__[0])
+    for name, hint in _HINTS.items()
+}
 
 # metric -> (unit, description). One column each in `telemetry`.
 METRICS: dict[str, tuple[str, str]] = {
@@ -210,82 +231,16 @@ METRICS: dict[str, tuple[str, str]] = {
     "step_time_ms": ("ms", "wall time of the training step that ended at this sample"),
 }
 
-TELEMETRY_SCHEMA = pa.schema(
-    [
-        ("run_id", pa.string()),
-        ("t_ms", pa.float64()),  # since the run started; each sample's own time
-        ("sensor", pa.string()),  # telemetry source: nvml | gpm | dcgm | process | torch | simulated
-        ("phase", pa.string()),  # warmup | window | NULL before and after
-        ("quality", pa.string()),  # measured | repeated | unavailable | suspect
-        ("reasons", pa.string()),  # why unavailable or suspect: workers.labels.quality.REASONS, comma-separated
-        *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
-        ("rank", pa.int64()),  # added in version 5; NULL: a reading of the whole run
-    ]
-)
-
 # How a rank ended: as a run does, or `stopped` because another rank ended the run.
 RANK_STATUSES = (*STATUSES, "stopped")
 
 RANK_OF_RUN = ("source", "device_name", "node")  # columns of `ranks` copied from the run
-# A row is one rank of a run on several devices. Columns named as in `runs` mean the same for the rank.
-RANK_SCHEMA = pa.schema(
-    [
-        ("run_id", pa.string()),
-        ("rank_row", pa.string()),  # id of the row
-        ("rank", pa.int64()),  # from 0
-        ("source", pa.string()),
-        ("device_name", pa.string()),
-        ("device_uuid", pa.string()),  # NULL if the ranks share a device
-        ("node", pa.string()),
-        ("status", pa.string()),
-        *((name, RUN_SCHEMA.field(name).type) for name in RANK_LABELS),
-        # of a simulated step
-        ("exposed_ms", pa.float64()),  # part of step_time_ms: waiting for other ranks
-        ("communication_ms", pa.float64()),  # all collectives of a step
-        ("sent_mib", pa.float64()),  # sent by the rank in a step
-    ]
-)
 
 KERNEL_PHASES = ("forward", "backward", "optimizer")
 # How a duration was measured. `cupti`: the kernel alone, on the GPU. `cuda_events`: a whole operator between two
 # events, with its launch. `loop`: many in a row, divided by their number. `cpu`: an operator on the CPU. `model`:
 # priced.
 KERNEL_TIMINGS = ("cupti", "cuda_events", "loop", "cpu", "model")
-
-# A row summarizes all launches of one kernel by one operator on inputs of the same shapes.
-KERNEL_SCHEMA = pa.schema(
-    [
-        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
-        ("run_id", pa.string()),
-        ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
-        ("source", pa.string()),
-        ("device_name", pa.string()),  # the name in conf/device, if it is there
-        ("torch_version", pa.string()),
-        ("cuda_version", pa.string()),
-        ("cudnn_version", pa.string()),
-        ("phase", pa.string()),
-        ("operator", pa.string()),  # aten name, as in aten::addmm
-        ("dims", pa.string()),  # JSON: `shapes` of the inputs ([]: no tensor), and `arguments`, as stride
-        ("dtype", pa.string()),  # the first tensor's, as in float32
-        ("kernel", pa.string()),  # name on the device
-        ("grid_x", pa.int64()),  # blocks
-        ("grid_y", pa.int64()),
-        ("grid_z", pa.int64()),
-        ("block_x", pa.int64()),  # threads
-        ("block_y", pa.int64()),
-        ("block_z", pa.int64()),
-        ("blocks_per_sm", pa.float64()),
-        ("warps_per_sm", pa.float64()),
-        ("registers_per_thread", pa.int64()),
-        ("shared_memory_bytes", pa.int64()),  # of a block, static and dynamic
-        ("stream", pa.int64()),
-        ("duration_us", pa.float64()),  # median of one launch
-        ("count", pa.int64()),  # launches that the row stands for
-        ("steps", pa.int64()),  # training steps with these launches; NULL outside training steps
-        ("timing", pa.string()),
-        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
-    ]
-)
 
 # How the members of a group share a device. `time_slicing`: the driver switches between their contexts.
 SHARINGS = ("time_slicing", "mps", "mig")
@@ -303,72 +258,6 @@ COLLOCATION_RATIOS = (
     "joint_drama",
     "joint_gpu_util",
     "joint_memory_util",
-)
-
-# A row is one member of a group of jobs that train on one device at the same time.
-COLLOCATION_SCHEMA = pa.schema(
-    [
-        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
-        ("run_id", pa.string()),  # the member's run in the group
-        ("member_row", pa.string()),  # id of the row, the same whenever the same content is imported
-        ("group_id", pa.string()),
-        ("member", pa.int64()),  # number in the group, from 0
-        ("group_size", pa.int64()),
-        ("source", pa.string()),
-        ("series", pa.string()),  # table or campaign of the source; solo figures are of the same one
-        ("device_name", pa.string()),
-        ("sharing", pa.string()),
-        ("devices", pa.int64()),  # the member's devices; NULL: one
-        # the member's job
-        ("model", pa.string()),  # name by which a model is held out: a family's topology, or a published name
-        ("name", pa.string()),  # the job's name: the same for the same job in all groups of a source
-        ("config", pa.string()),  # trial config as JSON; NULL if none describes the job
-        ("batch_size", pa.int64()),
-        ("precision", pa.string()),
-        # alone on the device
-        ("solo_run_id", pa.string()),  # run with the solo figures
-        ("solo_step_ms", pa.float64()),
-        ("solo_memory_mib", pa.float64()),
-        ("solo_gpu_util", pa.float64()),
-        ("solo_memory_util", pa.float64()),
-        ("solo_smact", pa.float64()),
-        ("solo_smocc", pa.float64()),
-        ("solo_drama", pa.float64()),
-        ("solo_tensor_active", pa.float64()),
-        ("solo_launches_per_s", pa.float64()),
-        ("solo_power_w", pa.float64()),
-        # in the group
-        ("shared_step_ms", pa.float64()),
-        ("slowdown", pa.float64()),  # shared_step_ms / solo_step_ms, or the published ratio
-        ("status", pa.string()),
-        ("died_of", pa.int64()),  # if this member ran out of memory: the member whose allocation exhausted it
-        ("doubt", pa.string()),  # why the row's figures may be wrong; NULL: no doubt
-        # of the whole group
-        ("joint_memory_mib", pa.float64()),
-        ("joint_smact", pa.float64()),
-        ("joint_smocc", pa.float64()),
-        ("joint_drama", pa.float64()),
-        ("joint_gpu_util", pa.float64()),
-        ("joint_memory_util", pa.float64()),
-        ("joint_power_w", pa.float64()),
-        ("window_start_ms", pa.float64()),  # when all members are warm; on the clock of telemetry.t_ms of `run_id`
-        ("window_end_ms", pa.float64()),
-        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
-    ]
-)
-
-JOB_SCHEMA = pa.schema(
-    [
-        ("job_id", pa.string()),
-        ("family", pa.string()),
-        ("n", pa.int64()),
-        ("seed", pa.int64()),
-        ("policy", pa.string()),
-        ("priority", pa.int64()),
-        ("space", pa.string()),  # search space as JSON
-        ("config", pa.string()),  # the submission's resolved config as JSON
-        ("submitted_at", _TIME),
-    ]
 )
 
 # Columns whose changes can invalidate labels, beside the device itself.
@@ -393,16 +282,157 @@ STALE_SCHEMA = pa.schema(
 KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # tables partitioned by family and compacted
 OF_RUNS = KINDS[1:]  # tables whose rows belong to a run, and land before it
 MERGED_PREFIX = "merged-"  # of the names of files that compaction has merged
-# Every table of the warehouse by its name.
-TABLES = {
-    "runs": RUN_SCHEMA,
-    "telemetry": TELEMETRY_SCHEMA,
-    "kernels": KERNEL_SCHEMA,
-    "ranks": RANK_SCHEMA,
-    "collocations": COLLOCATION_SCHEMA,
-    "jobs": JOB_SCHEMA,
-    "stale": STALE_SCHEMA,
+# Every table that is published, by its name.
+COLUMNS: Mapping[str, Columns] = {
+    "runs": RUNS,
+    "telemetry": {
+        "run_id": (_TEXT, "the run in the table runs"),
+        "t_ms": (_REAL, "time since the run started"),
+        "sensor": (_TEXT, "source of the reading: nvml, gpm, dcgm, process, torch or simulated"),
+        "phase": (_TEXT, "warmup or window; NULL before and after"),
+        "quality": (_TEXT, "measured, repeated, unavailable or suspect"),
+        # `workers.labels.quality.REASONS`, comma-separated
+        "reasons": (_TEXT, "why the reading is unavailable or suspect"),
+        **{
+            name: (_WHOLE if name == "throttle_reasons" else _REAL, f"{meaning}; {unit}")
+            for name, (unit, meaning) in METRICS.items()
+        },
+        "rank": (_WHOLE, "rank that was read; NULL: the whole run"),
+    },
+    # A row summarizes all launches of one kernel by one operator on inputs of the same shapes.
+    "kernels": {
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        "run_id": (_TEXT, "the run in the table runs; NULL of imported rows"),
+        "kernel_row": (_TEXT, "id of the row, unique in the data set"),
+        "source": (_TEXT, "measured, simulated or imported"),
+        "device_name": (_TEXT, "model of the device"),
+        "torch_version": (_TEXT, "version of PyTorch"),
+        "cuda_version": (_TEXT, "version of CUDA that PyTorch was built with"),
+        "cudnn_version": (_TEXT, "version of cuDNN"),
+        "phase": (_TEXT, "forward, backward or optimizer"),
+        "operator": (_TEXT, "operator that PyTorch dispatched, as in aten::addmm"),
+        "dims": (_TEXT, "JSON: shapes of the operator's inputs ([]: no tensor), and arguments such as the stride"),
+        "dtype": (_TEXT, "number format of the first input"),
+        "kernel": (_TEXT, "name of the kernel on the device; NULL: the row describes a whole operator"),
+        "grid_x": (_WHOLE, "blocks in the grid, first extent"),
+        "grid_y": (_WHOLE, "blocks in the grid, second extent"),
+        "grid_z": (_WHOLE, "blocks in the grid, third extent"),
+        "block_x": (_WHOLE, "threads in a block, first extent"),
+        "block_y": (_WHOLE, "threads in a block, second extent"),
+        "block_z": (_WHOLE, "threads in a block, third extent"),
+        "blocks_per_sm": (_REAL, "blocks of the grid per SM"),
+        "warps_per_sm": (_REAL, "warps of the grid per SM"),
+        "registers_per_thread": (_WHOLE, "registers per thread"),
+        "shared_memory_bytes": (_WHOLE, "shared memory of a block, in bytes"),
+        "stream": (_WHOLE, "CUDA stream"),
+        "duration_us": (_REAL, "time of one launch, median; µs"),
+        "count": (_WHOLE, "number of launches"),
+        "steps": (_WHOLE, "profiled training steps"),
+        "timing": (
+            _TEXT,
+            "cupti (the kernel alone), cuda_events (an operator and its launch), loop (of many in a row), cpu (an "
+            "operator) or model (priced)",
+        ),
+        "origin": (_TEXT, "JSON: cells of the published file that an imported row was read from"),
+    },
+    # A row is one rank of a run on several devices. Columns named as in `runs` mean the same for the rank.
+    "ranks": {
+        "run_id": (_TEXT, "the run in the table runs"),
+        "rank_row": (_TEXT, "id of the row, unique in the data set"),
+        "rank": (_WHOLE, "number of the rank, from 0"),
+        # device_uuid: NULL if the ranks share a device
+        **{name: RUNS[name] for name in ("source", "device_name", "device_uuid", "node")},
+        "status": (_TEXT, "how the rank ended: like its run, or stopped because another rank ended the run"),
+        **{name: RUNS[name] for name in RANK_LABELS},
+        "exposed_ms": (_REAL, "part of a simulated step in which the rank waits for others"),
+        "communication_ms": (_REAL, "time of all collectives of a simulated step"),
+        "sent_mib": (_REAL, "data that the rank sends in a simulated step"),
+    },
+    # A row is one member of a group of jobs that train on one device at the same time.
+    "collocations": {
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        "run_id": (_TEXT, "the member's run in the table runs; NULL of imported rows"),
+        "member_row": (_TEXT, "id of the row, unique in the data set"),
+        "group_id": (_TEXT, "the group of jobs that shared a device"),
+        "member": (_WHOLE, "number of the member in its group, from 0"),
+        "group_size": (_WHOLE, "members of the group"),
+        "source": (_TEXT, "measured, simulated or imported"),
+        "series": (_TEXT, "table or campaign of the source; solo figures come from the same one"),
+        "device_name": (_TEXT, "model of the device"),
+        "sharing": (_TEXT, "time_slicing, mps or mig"),
+        "devices": (_WHOLE, "number of the member's devices; NULL: one"),
+        "model": (_TEXT, "name of the network, by which models are held out"),
+        "name": (_TEXT, "name of the job, the same in all groups of the source"),
+        "config": (_TEXT, "trial config as JSON; NULL if none describes the job"),
+        "batch_size": (_WHOLE, "samples a step"),
+        "precision": (_TEXT, "number format of the step"),
+        "solo_run_id": (_TEXT, "run that the solo figures come from"),
+        "solo_step_ms": (_REAL, "time of a step of the member alone"),
+        "solo_memory_mib": (_REAL, "peak memory of the member alone, its context included"),
+        "solo_gpu_util": (_REAL, "share of time with a kernel on the device, the member alone"),
+        "solo_memory_util": (_REAL, "share of time with memory being read or written, the member alone"),
+        "solo_smact": (_REAL, "SM activity of the member alone"),
+        "solo_smocc": (_REAL, "SM occupancy of the member alone"),
+        "solo_drama": (_REAL, "DRAM activity of the member alone"),
+        "solo_tensor_active": (_REAL, "tensor pipe activity of the member alone"),
+        "solo_launches_per_s": (_REAL, "kernel launches of the member alone, per second"),
+        "solo_power_w": (_REAL, "power draw with the member alone"),
+        "shared_step_ms": (_REAL, "time of a step of the member beside the others"),
+        "slowdown": (_REAL, "shared_step_ms over solo_step_ms, or the published ratio"),
+        "status": (_TEXT, "how the member ended: ok, oom, timeout, crashed or invalid"),
+        "died_of": (_WHOLE, "member whose allocation exhausted the memory"),
+        "doubt": (_TEXT, "why the row's figures may be wrong; NULL: no doubt"),
+        "joint_memory_mib": (_REAL, "peak device memory of the whole group"),
+        "joint_smact": (_REAL, "SM activity of the whole group"),
+        "joint_smocc": (_REAL, "SM occupancy of the whole group"),
+        "joint_drama": (_REAL, "DRAM activity of the whole group"),
+        "joint_gpu_util": (_REAL, "share of time with a kernel of any member on the device"),
+        "joint_memory_util": (_REAL, "share of time with memory being read or written by any member"),
+        "joint_power_w": (_REAL, "power draw with the whole group"),
+        "window_start_ms": (_REAL, "start of the window with all members warm, on the clock of telemetry's t_ms"),
+        "window_end_ms": (_REAL, "end of that window"),
+        "origin": (_TEXT, "JSON: cells of the published file that an imported row was read from"),
+    },
+    "jobs": {
+        "job_id": (_TEXT, "the submission in the table runs"),
+        "family": (_TEXT, "family of networks that was sampled"),
+        "n": (_WHOLE, "number of requested configurations"),
+        "seed": (_WHOLE, "seed of the sampled sequence"),
+        "policy": (_TEXT, "how configurations were chosen"),
+        "priority": (_WHOLE, "priority of its tasks among those of other submissions"),
+        "space": (_TEXT, "search space as JSON"),
+        "config": (_TEXT, "the submission's resolved config as JSON"),
+        "submitted_at": (_TIME, "time of the submission, UTC"),
+    },
 }
+
+
+def _schema(columns: Columns) -> pa.Schema:
+    return pa.schema([(name, kind) for name, (kind, _) in columns.items()])
+
+
+# Every table of the warehouse by its name.
+TABLES = {**{table: _schema(columns) for table, columns in COLUMNS.items()}, "stale": STALE_SCHEMA}
+RUN_SCHEMA = TABLES["runs"]
+TELEMETRY_SCHEMA = TABLES["telemetry"]
+KERNEL_SCHEMA = TABLES["kernels"]
+RANK_SCHEMA = TABLES["ranks"]
+COLLOCATION_SCHEMA = TABLES["collocations"]
+JOB_SCHEMA = TABLES["jobs"]
+
+_UNITS = {"mib": "MiB", "ms": "ms", "s": "s", "w": "W", "j": "J"}  # by the end of a column's name
+_RATIOS = ("smact", "smocc", "drama", "gpu_util", "memory_fraction", *COLLOCATION_RATIOS)
+
+
+def describe(table: str, column: str) -> str:
+    """Return a column's meaning and its unit."""
+    _, text = COLUMNS[table][column]
+    unit = _UNITS.get(column.rpartition("_")[2]) if "_" in column else None
+    if table == "telemetry" and column in METRICS:
+        return text
+    if column in _RATIOS:
+        return f"{text}; ratio"
+    return f"{text}; {unit}" if unit else text
 
 
 @dataclass(frozen=True, kw_only=True)
