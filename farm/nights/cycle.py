@@ -38,7 +38,6 @@ from farm.nights.journal import (
     Journal,
     LandPayload,
     LearnPayload,
-    LearntTarget,
     P,
     ReportPayload,
     RunPayload,
@@ -63,6 +62,7 @@ from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
 from featurize.configs.trial import TrialConfig
+from learn.fitting.artifacts import Promotion
 from warehouse.files.folder import DataFolder
 
 GRACE_S = 3.0  # for running trials to end after Ctrl-C; then they are given back, and measured again
@@ -326,7 +326,7 @@ class NightWork:
     def _learn(self, landed: LandPayload) -> LearnPayload:
         return LearnPayload(results=tuple(self._refit(target, landed) for target in self.settings.learn.targets))
 
-    def _refit(self, target: str, landed: LandPayload) -> LearntTarget:
+    def _refit(self, target: str, landed: LandPayload) -> Promotion:
         from learn.fitting.promotion import refit
 
         estimator = self.settings.learn.estimator
@@ -345,9 +345,9 @@ class NightWork:
                 progress=lambda step: self.tell(f"learning {target}: {step}"),
             )
         except CommandError as error:
-            return LearntTarget(target=target, estimator=estimator, decision="skipped", why=str(error))
+            return Promotion(target=target, estimator=estimator, decision="skipped", why=str(error))
         except Exception:  # an estimator's failure must not stop the others or the night
-            return LearntTarget(
+            return Promotion(
                 target=target,
                 estimator=estimator,
                 decision="failed",
@@ -355,7 +355,7 @@ class NightWork:
             )
         simulated = self.machine.source == "simulated"
         caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
-        return LearntTarget(**{**dataclasses.asdict(promotion), "why": promotion.why + caveat})
+        return dataclasses.replace(promotion, why=promotion.why + caveat)
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
         from farm.nights.report_page import write_report

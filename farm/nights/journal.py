@@ -23,6 +23,7 @@ import numpy as np
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import parse_json, sync
 from conf.plain_text import shown
+from learn.fitting.artifacts import Promotion
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import day_names
 from warehouse.reading.checks import Finding
@@ -200,33 +201,12 @@ class LandPayload(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearntTarget:
-    """The decision on one target's model, see `learn.fitting.promotion.Promotion`. Figures are of held-out rows."""
-
-    target: str = ""
-    estimator: str = ""
-    decision: str = ""  # first | promoted | kept | skipped | failed
-    why: str = ""
-    current: str | None = None
-    candidate: str | None = None
-    held_out: int | None = 0
-    figures: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
-    source: str | None = None
-    device_name: str | None = None
-
-    @property
-    def in_use(self) -> Mapping[str, Any] | None:
-        """Return the figures of the model that the decision left in use, if there is one."""
-        return self.figures.get("candidate" if self.decision in ("promoted", "first") else "current")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LearnPayload(Payload):
     """The learning step's result for each target."""
 
     step: ClassVar[str] = "learn"
 
-    results: tuple[LearntTarget, ...] = ()
+    results: tuple[Promotion, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

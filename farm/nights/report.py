@@ -29,12 +29,12 @@ from farm.nights.journal import (
     DriftPayload,
     LandPayload,
     LearnPayload,
-    LearntTarget,
     RunPayload,
     plain,
 )
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
+from learn.fitting.artifacts import Promotion
 from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
 from warehouse.explorer.filters import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.files.folder import DataFolder
@@ -390,7 +390,7 @@ def night_figures(cycle: Cycle) -> dict[str, float | None]:
     }
 
 
-def learnt_in(cycle: Cycle) -> tuple[LearntTarget, ...]:
+def learnt_in(cycle: Cycle) -> tuple[Promotion, ...]:
     """Return the decisions on models of a cycle."""
     return (cycle.payload(LearnPayload) or LearnPayload()).results
 

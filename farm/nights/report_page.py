@@ -40,12 +40,12 @@ from farm.nights.journal import (
     Cycle,
     DriftPayload,
     LandPayload,
-    LearntTarget,
     RunPayload,
     plain,
 )
 from farm.nights.plan import choice_lines
 from farm.nights.report import Report, gather, gist, learnt_in, night_figures
+from learn.fitting.artifacts import Promotion
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder, check_name
 from warehouse.tables.schema import STATUSES
@@ -224,12 +224,12 @@ def _models(report: Report) -> Section:
     )
     parts: list[Block] = [Bullets(reasons) if reasons else Lead("No estimator was fitted tonight.")]
     nights = [night for night in report.nights if learnt_in(night)][-SHOWN_CYCLES:]
-    series: dict[tuple[str, str], dict[str, LearntTarget]] = defaultdict(dict)
+    series: dict[tuple[str, str], dict[str, Promotion]] = defaultdict(dict)
     for night in nights:
         for result in learnt_in(night):
             series[result.target, result.estimator][night.name] = result
     drawn = [
-        _score_chart(key, [results.get(night.name, LearntTarget()) for night in nights], nights, target, estimator)
+        _score_chart(key, [results.get(night.name, Promotion()) for night in nights], nights, target, estimator)
         for (target, estimator), results in sorted(series.items())
         for key in _DRAWN
         if any(value is not None for result in results.values() for value in _figures(result, key))
@@ -240,15 +240,13 @@ def _models(report: Report) -> Section:
     return Section("scores", "Estimators over the cycles", tuple(parts))
 
 
-def _figures(result: LearntTarget, key: str) -> list[float | None]:
+def _figures(result: Promotion, key: str) -> list[float | None]:
     """Return a figure of the candidate and of the model in use; None where its own trace simulated the labels."""
     models = (result.figures.get("candidate") or {}, result.in_use or {})
     return [None if figures.get("own_labels") else figures.get(key) for figures in models]
 
 
-def _score_chart(
-    key: str, results: Sequence[LearntTarget], nights: Sequence[Cycle], target: str, estimator: str
-) -> Chart:
+def _score_chart(key: str, results: Sequence[Promotion], nights: Sequence[Cycle], target: str, estimator: str) -> Chart:
     axis, unit, most = _DRAWN[key], "", None
     if key == "accuracy":
         unit, most = "of 1", 1.0

@@ -22,7 +22,7 @@ import platform
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -51,6 +51,36 @@ _reported: set[str] = set()
 
 class DamagedArtifact(EnvironmentProblem):
     """A version whose files differ from the written ones; the message names it and the problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """Decision of one cycle on one target's model. Every field has a default, since older journals may lack it.
+
+    decision   first: there was no model; promoted: the candidate is now current; kept: the current one stays;
+               skipped: nothing to fit on; failed: the estimator raised. `why` is the reason as a sentence
+    current    version that was current before; candidate: the written version, or None
+    held_out   rows of the decision: always held out, and not seen by the current model either
+    figures    `current` and `candidate`: the result of `figures`, or None. They are of the rows of the decision;
+               without a comparison, the candidate's on all held-out rows
+    source, device_name   as requested
+    """
+
+    target: str = ""
+    estimator: str = ""
+    decision: str = ""
+    why: str = ""
+    current: str | None = None
+    candidate: str | None = None
+    held_out: int | None = 0
+    figures: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    source: str | None = None
+    device_name: str | None = None
+
+    @property
+    def in_use(self) -> Mapping[str, Any] | None:
+        """Return the figures of the model that the decision left in use, if there is one."""
+        return self.figures.get("candidate" if self.decision in ("promoted", "first") else "current")
 
 
 def add_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:

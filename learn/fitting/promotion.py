@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,16 @@ from conf.errors import CommandError, UsageError
 from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from learn.estimators.protocol import LEVEL, Estimator, get_estimator, require_target, to_space
-from learn.fitting.artifacts import Artifact, DataPlace, StaleArtifact, newest, require_current, save_judged, versions
+from learn.fitting.artifacts import (
+    Artifact,
+    DataPlace,
+    Promotion,
+    StaleArtifact,
+    newest,
+    require_current,
+    save_judged,
+    versions,
+)
 from learn.judging.evaluate import Evaluation, judged, remarks
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median, values_of
 from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
@@ -31,31 +40,6 @@ from warehouse.files.folder import DataFolder
 HELD_OUT_SHARE = 0.2  # share of configurations; changing it would let models see the rows that judged earlier ones
 LEAST_JUDGES = 30  # rows with an exact label that neither model has seen
 LEAST_FITTED = 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Promotion:
-    """Decision on one target in one cycle.
-
-    decision   first: there was no model; promoted: the candidate is now current; kept: the current one stays;
-               skipped: nothing to fit on. `why` is the reason as a sentence
-    current    version that was current before; candidate: the written version, or None
-    held_out   rows of the decision: always held out, and not seen by the current model either
-    figures    `current` and `candidate`: the result of `figures`, or None. They are of the rows of the decision;
-               without a comparison, the candidate's on all held-out rows
-    source, device_name   as requested
-    """
-
-    target: str
-    estimator: str
-    decision: str
-    why: str
-    current: str | None = None
-    candidate: str | None = None
-    held_out: int = 0
-    figures: Mapping[str, Mapping[str, Any] | None]
-    source: str | None = None
-    device_name: str | None = None
 
 
 def refit(
