@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from conf.errors import UsageError
 from conf.plain_text import first_few
 from farm.nights.canaries import (
@@ -29,7 +27,7 @@ from farm.nights.canaries import (
     history_of,
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
-from farm.sampling.coverage import Map
+from farm.sampling.coverage import memory_cells
 from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
@@ -318,7 +316,7 @@ def _stale_rows(
     """Return the marks of that environment, each with its run's columns."""
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
-    about = ("config_hash", "config", "device_name", "device_memory_mib", "parameters", "status", _MEMORY)
+    about = ("config_hash", "config", "device_name", "device_memory_mib", "status", _MEMORY)
     marks = select(
         data,
         f"""SELECT label, operators, {", ".join(f"run.{name}" for name in about)}, run.config_hash IN (
@@ -351,14 +349,12 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell
         stale.setdefault(key, set()).update((row["label"], name) for name in row["operators"].split(", "))
         if row["measured"]:
             measured.add(key)
-    keys = list(configs)
-    memory = np.array([math.inf if about[key]["status"] == "oom" else about[key][_MEMORY] or math.nan for key in keys])
+    memory = [math.inf if row["status"] == "oom" else row[_MEMORY] or math.nan for row in about.values()]
     capacity_mib = min((row["device_memory_mib"] for row in rows if row["device_memory_mib"]), default=math.inf)
-    parameters = np.array([about[key]["parameters"] or 0 for key in keys], dtype=float)
-    bins = Map.of([configs[key] for key in keys], {"memory": memory}, parameters, capacity_mib)
+    bins = memory_cells([config.family for config in configs.values()], memory, capacity_mib)
     cells = {
-        key: frozenset((label, name, bins.cell(row_index, "memory")) for label, name in stale[key])
-        for row_index, key in enumerate(keys)
+        key: frozenset((label, name, memory_bin) for label, name in stale[key])
+        for key, memory_bin in zip(configs, bins, strict=True)
     }
     return cells, measured, configs
 

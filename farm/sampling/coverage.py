@@ -174,7 +174,7 @@ class Map:
         `capacity_mib` or more is one cell: such runs show only that they do not fit.
         """
         families = [config.family for config in configs]
-        cells = {"memory": _memory_cells(families, figures["memory"], capacity_mib)}
+        cells = {"memory": memory_cells(families, figures["memory"].tolist(), capacity_mib)}
         for name in UTILIZATION_EDGES:
             values = np.asarray(figures.get(name, np.full(len(configs), np.nan)), dtype=float)
             # A run that does not fit has no utilization.
@@ -186,10 +186,6 @@ class Map:
             names[dimension] = tuple(known.tolist())
             codes.append(code)
         return cls(np.stack(codes, axis=1), names)
-
-    def cell(self, row: int, dimension: str) -> str:
-        """Return a cell's name, such as `cnn 8-16 GB`."""
-        return self.names[dimension][int(self.codes[row, DIMENSIONS.index(dimension)])]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""
@@ -254,9 +250,10 @@ def _range(value: int, factor: int) -> str:
     return f"{low}-{low * factor - 1}"
 
 
-def _memory_cells(families: Sequence[str], memory_mib: np.ndarray, capacity_mib: float) -> list[str]:
+def memory_cells(families: Sequence[str], memory_mib: Sequence[float], capacity_mib: float) -> list[str]:
+    """Return the bin of each config's memory, such as `cnn 8-16 GB`; NaN: unknown."""
     cells = []
-    for family, mib in zip(families, np.asarray(memory_mib, dtype=float).tolist(), strict=True):
+    for family, mib in zip(families, memory_mib, strict=True):
         if mib != mib:
             cells.append(f"{family} {NO_FIGURE}")
         elif mib >= capacity_mib:
