@@ -5,7 +5,6 @@ Start reading at `run`.
 
 from __future__ import annotations
 
-import importlib.resources
 import time
 from dataclasses import replace
 
@@ -14,7 +13,8 @@ import numpy as np
 from farm.sampling.coverage import Known
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import candidates, choose
-from featurize.configs.space import space_of_mapping
+from featurize.configs.dimensions import default_space
+from featurize.configs.space import parse_space
 from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 
@@ -24,10 +24,7 @@ UTILIZATION = ("smact", "smocc", "drama")
 
 def run(n: int = 100_000) -> dict[str, float]:
     """Seconds of choosing 500 of `n` CNNs with 2,000 known rows of four labels, all of it: also sampling, forecasts."""
-    from omegaconf import OmegaConf
-
-    text = (importlib.resources.files("conf") / "arch" / "cnn.yaml").read_text()
-    space = space_of_mapping(OmegaConf.to_container(OmegaConf.create(text)))
+    space = parse_space("cnn", default_space("cnn"))
     known_configs = candidates(space, "stratified", 1, 0, min(2000, n // 2)).configs
     forecaster = Forecaster(device=DEVICE)
     figures = replace(forecaster, workers=0).look(known_configs).figures

@@ -1,19 +1,17 @@
 """`farm.grow` as its user meets it: what a night leaves, killed at every step or not, and what the next one does."""
 
-import contextlib
 import dataclasses
-import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from unittest import mock
 
 import psutil
 import pytest
+from fastapi import FastAPI
 
 from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
@@ -27,6 +25,7 @@ from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json
 from tests.farm.canary_nights import SMALL_NIGHT
+from tests.farm.test_serving_connections import listening
 from tests.surroundings import PATIENCE_S, await_, run_command
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
@@ -60,8 +59,15 @@ def root(tmp_path):
 def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_the_next_one_goes_on(root, tmp_path, outcome):
     note = tmp_path / "note"
     keep = f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}"
-    with listener(500) as (url, got):
-        code, out, err = outcome(*small_night(root, "n=2", keep, f"notify.webhook={url}"))
+    api, got = FastAPI(), []
+
+    @api.post("/night", status_code=500)
+    def told(message: dict):
+        got.append(message)
+
+    with listening(application=api) as (port, _):
+        webhook = f"notify.webhook=http://127.0.0.1:{port}/night"
+        code, out, err = outcome(*small_night(root, "n=2", keep, webhook))
         assert code == 0, "a message that cannot be told costs nothing"
     (cycle,), folder = cycles(root), DataFolder.resolve(root)
     assert (cycle.outcome, list(cycle.steps)) == ("done", list(STEPS)) and len(runs(root)) == 2
@@ -220,24 +226,6 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
     words = "every trial that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     assert [words in text for text in (error, cycle.said, messages()["said"])] == [True] * 3
     assert (code, error.count("error: ")) == (1, 1)
-
-
-@contextlib.contextmanager
-def listener(status):
-    got = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_): ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}/night", got
-        server.shutdown()
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
