@@ -7,25 +7,21 @@ import dataclasses
 import datetime
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from farm.nights.journal import ChoicePayload, Journal, payload_of
 from farm.nights.report_page import write_report
+from tests.farm.canary_nights import DEVICE, OLD
 from tests.parsed_page import ParsedPage
+from tests.warehouse.warehouse_rows import run_row
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 
-DEVICE, CARD_MIB = "NVIDIA A100-SXM4-40GB", 40_960.0
-ENVIRONMENT = {
-    "torch_version": "2.6.0",
-    "cuda_version": "12.4",
-    "cudnn_version": "90100",
-    "driver_version": "550.54",
-    "allocator_settings": None,
-}
+CARD_MIB = 40_960.0
 
 
 class Nights:
@@ -35,83 +31,59 @@ class Nights:
         self.folder = folder
         self.now = datetime.datetime(2026, 11, 18, 1, tzinfo=datetime.UTC)
         self.journal = Journal(folder, clock=lambda: self.now)
-        self._writer = RunWriter(folder)
         self._random = random.Random(0)
         self._written = 0
-
-    def wait(self, **time) -> None:
-        self.now += datetime.timedelta(**time)
 
     def run_row(self, family: str = "cnn", **changes) -> dict:
         """One run that finishes now."""
         draw, self._written = self._random, self._written + 1
         smact = draw.random()
-        return {
-            "run_id": f"grow-{self._written:06d}",
-            "job_id": "grow-x",
-            "task_index": self._written,
-            "attempt": 1,
+        about = {
             "family": family,
             "config": json.dumps({"family": family, "n": self._written}),
             "config_hash": f"{self._written:012x}",
-            "status": "ok",
             "source": "measured",
             "device_name": DEVICE,
             "device_uuid": "GPU-1",
             "device_memory_mib": CARD_MIB,
-            **ENVIRONMENT,
             "batch_size": draw.randint(1, 128),
             "parameters": int(10 ** draw.uniform(4, 8)),
             "peak_memory_mib": 10 ** draw.uniform(2.8, 4.6),
             "smact": smact,
             "smocc": smact * 0.6,
             "drama": draw.random(),
-            "steps": 50,
             "quality": "trusted",
-            "wall_s": 20.0,
             "finished_at": self.now,
-            "telemetry_rows": 0,
-            **changes,
         }
+        return run_row(self._written, **about | changes)
 
     def write(self, *rows: dict) -> None:
         """Land runs, those of a family in one file, which is quick."""
         for family in {row["family"] for row in rows}:
-            self._writer.write_batch([row for row in rows if row["family"] == family])
+            RunWriter(self.folder).write_batch([row for row in rows if row["family"] == family])
 
     def failure(self, status: str, error: str | None = None, **changes) -> dict:
-        labels = dict.fromkeys(("peak_memory_mib", "smact", "smocc", "drama", "steps"))
+        labels = dict.fromkeys(("peak_memory_mib", "smact", "smocc", "drama"))
         return self.run_row(**{"status": status, "error": error, **labels, **changes})
 
     def step(self, cycle: str, name: str, payload: dict, minutes: float = 1.0) -> None:
         self.journal.start(cycle, name)
-        self.wait(minutes=minutes)
+        self.now += datetime.timedelta(minutes=minutes)
         self.journal.done(cycle, name, payload)
 
     def begin(self) -> str:
         self.now = self.now.replace(hour=1, minute=0, second=0) + datetime.timedelta(days=1)
         return self.journal.begin({"n": 20, "policy": "active"}, "0123abcd").name
 
-    def measured(self, cycle: str, rows: list[dict]) -> None:
-        """The steps up to the end of `run`."""
+    def measured(self, rows: list[dict]) -> str:
+        """A night up to the end of its step `run`."""
+        cycle = self.begin()
         self.step(cycle, "canaries", canaries_payload())
         self.step(cycle, "choose", {"runs": len(rows), "policy": "active"}, minutes=2)
-        self.journal.start(cycle, "run")
-        self.wait(minutes=30)
-        for row in rows:
-            row["finished_at"] = self.now
-        self.write(*rows)
-        statuses = [row["status"] for row in rows]
-        self.wait(minutes=30)
-        payload = {
-            "job_id": "grow-0123abcd",
-            "runs": len(rows),
-            "by_status": {s: statuses.count(s) for s in set(statuses)},
-            "ended": "all",
-            "gpu_seconds": 3000.0,
-            "energy_j": 9.0e5,
-        }
-        self.journal.done(cycle, "run", payload)
+        self.write(*(row | {"finished_at": self.now + datetime.timedelta(minutes=30)} for row in rows))
+        ran = {"runs": len(rows), "by_status": Counter(row["status"] for row in rows), "ended": "all"}
+        self.step(cycle, "run", {**ran, "gpu_seconds": 3000.0, "energy_j": 9.0e5}, minutes=60)
+        return cycle
 
     def night(self, rows: list[dict], *results: dict, findings: Sequence[dict] = (), frozen: bool = False) -> str:
         """A whole night up to its report, whose step is still open.
@@ -119,11 +91,9 @@ class Nights:
         findings: of its checks. frozen: in a snapshot, which takes as long as all else; without it, the report reads
         the same rows in the folder.
         """
-        cycle = self.begin()
-        self.measured(cycle, rows)
+        cycle = self.measured(rows)
         counts = dict(take_snapshot(self.folder, cycle).rows) if frozen else {"runs": self._written}
-        landed = {"snapshot": cycle if frozen else None, "rows": counts, "findings": [*findings]}
-        self.step(cycle, "land", landed)
+        self.step(cycle, "land", {"snapshot": cycle if frozen else None, "rows": counts, "findings": [*findings]})
         self.step(cycle, "learn", {"results": list(results)}, minutes=6)
         self.journal.start(cycle, "report")
         return cycle
@@ -135,8 +105,8 @@ def canaries_payload(**changes) -> dict:
         "said": "8 canaries are as they were",
         "device_name": DEVICE,
         "source": "measured",
-        "environment": ENVIRONMENT,
-        "before": ENVIRONMENT,
+        "environment": OLD,
+        "before": OLD,
         "runs": 8,
         "compared": [],
         "causes": [],
@@ -313,21 +283,16 @@ def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
 
 
 def test_coverage_counts_a_row_in_its_bins_and_region(nights):
-    nights.night(
-        [nights.run_row(batch_size=16, parameters=2_000_000, peak_memory_mib=3000.0, smact=0.95, smocc=0.05, drama=0.5)]
+    known = {"smact": 0.5, "smocc": 0.05, "drama": 0.5}
+    first = known | {"batch_size": 16, "parameters": 2_000_000, "peak_memory_mib": 3000.0, "smact": 0.95}
+    nights.night([nights.run_row(**first)])
+    tonight = (
+        known | {"batch_size": 31, "parameters": 3_000_000, "peak_memory_mib": 4000.0},
+        known | {"batch_size": 4, "parameters": 40_000_000, "peak_memory_mib": 39_000.0},
+        {"batch_size": None, "peak_memory_mib": 3500.0, **dict.fromkeys(known)},
+        {"source": "imported", "device_name": "V100-SXM2-32GB"},
     )
-    nights.night(
-        [
-            nights.run_row(
-                batch_size=31, parameters=3_000_000, peak_memory_mib=4000.0, smact=0.5, smocc=0.05, drama=0.5
-            ),
-            nights.run_row(
-                batch_size=4, parameters=40_000_000, peak_memory_mib=39_000.0, smact=0.5, smocc=0.05, drama=0.5
-            ),
-            nights.run_row(batch_size=None, peak_memory_mib=3500.0, smact=None, smocc=None, drama=None),
-            nights.run_row(source="imported", device_name="V100-SXM2-32GB"),
-        ]
-    )
+    nights.night([nights.run_row(**changes) for changes in tonight])
     report, page = written(nights)
     rows = report["rows"]
     grid = rows["memory"]
@@ -358,8 +323,7 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
 
 
 def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(nights):
-    cycle = nights.begin()
-    nights.measured(cycle, [nights.run_row()])
+    nights.measured([nights.run_row()])
     (nights.folder.partition("runs", "cnn") / "torn.parquet").write_bytes(b"PAR1 torn")
     report, page = written(nights)
     assert sum(one["rows"] for one in report["rows"]["counts"]) == 1

@@ -111,26 +111,24 @@ def test_a_pod_that_says_its_job_gets_the_estimate_as_annotations(service):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "of_pod", "of_container"),
+    ("given", "of_pod", "of_container"),
     [
-        ("kai", {"gpu-memory": "MIB"}, {}),
-        ("hami", {}, {"nvidia.com/gpumem": "MIB"}),
-        ("koordinator", {}, {"koordinator.sh/gpu-memory": "MIBMi"}),
+        ({"gpufarm.io/write": "kai"}, {"gpu-memory": "MIB"}, {}),
+        ({"gpufarm.io/write": "kai", "gpu-memory": "5"}, {"gpu-memory": "5"}, {}),
+        ({"gpufarm.io/write": "hami"}, {}, {"nvidia.com/gpumem": "MIB"}),
+        ({"gpufarm.io/write": "koordinator"}, {}, {"koordinator.sh/gpu-memory": "MIBMi"}),
     ],
 )
-def test_memory_is_written_as_the_scheduler_spells_it(service, dialect, of_pod, of_container):
-    pod = patched(service, {"gpufarm.io/job": JOB, "gpufarm.io/write": dialect})
+def test_memory_is_written_as_the_scheduler_spells_it_and_what_the_user_gave_it_stays(
+    service, given, of_pod, of_container
+):
+    pod = patched(service, {"gpufarm.io/job": JOB, **given})
     notes = pod["metadata"]["annotations"]
     log, train = (container["resources"] for container in pod["spec"]["containers"])
     assert log == {}
     for written, wanted in ((notes, of_pod), (train["limits"], of_container)):
         filled = {key: text.replace("MIB", notes["gpufarm.io/upper-mib"]) for key, text in wanted.items()}
         assert filled.items() <= written.items()
-
-
-def test_what_the_user_gave_the_scheduler_stays(service):
-    pod = patched(service, {"gpufarm.io/job": JOB, "gpufarm.io/write": "kai", "gpu-memory": "5"})
-    assert pod["metadata"]["annotations"]["gpu-memory"] == "5"
 
 
 @pytest.mark.parametrize("annotations", [None, {}, {"other": "x"}])

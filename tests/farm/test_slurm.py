@@ -82,69 +82,56 @@ def test_a_service_that_does_not_answer_loses_no_directive(tmp_path, handlers, r
 
 
 @pytest.mark.parametrize(
-    ("text", "command"),
+    ("text", "command", "folder"),
     [
-        ("python train.py --lr 1", ["python", "train.py", "--lr", "1"]),
-        ("module load x\nsrun --ntasks=1 python3 -u train.py", ["python", "-u", "train.py"]),
-        ("/opt/env/bin/torchrun --nproc-per-node 2 \\\n  train.py", ["torchrun", "--nproc-per-node", "2", "train.py"]),
-        ('OMP_NUM_THREADS=4 python train.py "$@"', ["python", "train.py", "--epochs", "3"]),
-        ("python train.py $2  # quick", ["python", "train.py", "3"]),
+        ("python train.py --lr 1", ["python", "train.py", "--lr", "1"], ""),
+        ("module load x\nsrun --ntasks=1 python3 -u train.py", ["python", "-u", "train.py"], ""),
+        (
+            "/opt/env/bin/torchrun --nproc-per-node 2 \\\n train.py",
+            ["torchrun", "--nproc-per-node", "2", "train.py"],
+            "",
+        ),
+        ('OMP_NUM_THREADS=4 python train.py "$@"', ["python", "train.py", "x", "here"], ""),
+        ("python train.py $2  # quick", ["python", "train.py", "here"], ""),
+        ("cd here\npython train.py\ncd nowhere", ["python", "train.py"], "here"),
+        ("cd here/../here || exit 1\npython train.py", ["python", "train.py"], "here"),
+        ("cd here; cd ${SLURM_SUBMIT_DIR}/its\npython train.py", ["python", "train.py"], "its"),
+        ("cd $2\npython train.py", ["python", "train.py"], "here"),
+        ("export WORK=here\nmodule load x\npushd -- $WORK/\npython train.py", ["python", "train.py"], "here"),
+        ("(cd nope; ls)\npython train.py", ["python", "train.py"], ""),
     ],
 )
-def test_the_training_command_of_a_batch_script(text, command, tmp_path):
-    training = training_command(f"#!/bin/bash\n#SBATCH --time=1\n{text}\n", ["job.sh", "--epochs", "3"], tmp_path)
-    assert (list(training.words), training.folder) == (command, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "echo hi",
-        "python a.py\npython b.py",
-        "python train.py | tee log",
-        "python `hostname`.py",
-        "srun --chdir=x python train.py",
-    ],
-)
-def test_a_script_without_one_command_that_trains_is_told(text, tmp_path):
-    with pytest.raises(UsageError, match=r"job\.sh"):
-        training_command(text, ["job.sh"], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("lines", "folder"),
-    [
-        ("cd here", "here"),
-        ("cd here/../here || exit 1", "here"),
-        ("cd here; cd ${SLURM_SUBMIT_DIR}/its", "its"),
-        ("cd $2", "here"),
-        ("export WORK=here\nmodule load x\npushd -- $WORK/", "here"),
-        ("(cd nope; ls)", ""),
-    ],
-)
-def test_the_training_command_runs_where_cd_leads(lines, folder, tmp_path):
+def test_the_training_command_of_a_batch_script_and_where_it_runs(text, command, folder, tmp_path):
     for name in ("here", "its"):
         (tmp_path / name).mkdir()
-    text = f"#!/bin/bash\n{lines}\npython train.py\ncd nowhere\n"
-    assert training_command(text, ["job.sh", "x", "here"], tmp_path).folder.resolve() == tmp_path / folder
+    training = training_command(f"#!/bin/bash\n#SBATCH --time=1\n{text}\n", ["job.sh", "x", "here"], tmp_path)
+    assert (list(training.words), training.folder.resolve()) == (command, tmp_path / folder)
+
+
+NO_FOLDER = r"not a folder here|only the shell knows"
 
 
 @pytest.mark.parametrize(
-    "lines",
+    ("text", "words"),
     [
-        "cd nowhere",
-        'cd "$(dirname "$0")"',
-        "cd $GPUFARM_NOT_SET",
-        "cd -",
-        "if true; then\ncd here\nfi",
-        "false || cd here",
-        "cd " + "x" * 5000,
+        ("echo hi", r"job\.sh"),
+        ("python a.py\npython b.py", r"job\.sh"),
+        ("python train.py | tee log", r"job\.sh"),
+        ("python `hostname`.py", r"job\.sh"),
+        ("srun --chdir=x python train.py", r"job\.sh"),
+        ("cd nowhere\npython train.py", NO_FOLDER),
+        ('cd "$(dirname "$0")"\npython train.py', NO_FOLDER),
+        ("cd $GPUFARM_NOT_SET\npython train.py", NO_FOLDER),
+        ("cd -\npython train.py", NO_FOLDER),
+        ("if true; then\ncd here\nfi\npython train.py", NO_FOLDER),
+        ("false || cd here\npython train.py", NO_FOLDER),
+        (f"cd {'x' * 5000}\npython train.py", NO_FOLDER),
     ],
 )
-def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
+def test_a_script_without_one_command_that_trains_in_a_known_folder_is_told(text, words, tmp_path):
     (tmp_path / "here").mkdir()
-    with pytest.raises(UsageError, match=r"not a folder here|only the shell knows"):
-        training_command(f"{lines}\npython train.py\n", ["job.sh"], tmp_path)
+    with pytest.raises(UsageError, match=words):
+        training_command(text, ["job.sh"], tmp_path)
 
 
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.wide)])  # wide: torch in a process
