@@ -17,7 +17,7 @@ import numpy as np
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
-from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, PRODUCT, STREAM, Calls
+from featurize.timing.calls import ATTENTION, CHANNELS, DEPTHWISE, GROUPS, PRODUCT, ROWS, STREAM, Calls
 from featurize.timing.packaged import packaged_parameters
 from featurize.timing.times import CORNER, Kernels, places_of, rates_of
 
@@ -227,9 +227,9 @@ CLASSES: Mapping[str, _Blocks] = {
     "normalization": _Blocks(1, 16, 58),  # channels of a batch norm
     "optimizer": _Blocks(FOREACH_CHUNK, 16, 45),
 }
+_SHAPES = np.array([*CLASSES.values()], dtype=float)
 CLASS_VALUES = ("most_warps", "block_warps")
 STEP_VALUES = ("wave", "stream_wave", "stream_blocks", "gap")
-_ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,8 +387,9 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | tuple[DeviceS
     """
     device, tensor = rates_of(spec), kernels.units == 1
     sms, warps_per_sm = device.sms, device.warps_per_sm
-    place = places_of(_class_place, list(zip(calls.kind, calls.group.tolist(), strict=True)), tensor)
-    shapes = np.array([*CLASSES.values()], dtype=float)[place]
+    kinds = list(zip(calls.kind, calls.group.tolist(), strict=True))
+    place = places_of(_class_place, kinds, [(False,), (True,)], tensor.astype(int))
+    shapes = _SHAPES[place]
     in_group = {name: calls.group == GROUPS.index(name) for name in (STREAM, DEPTHWISE, ATTENTION)}
     stream, attention = in_group[STREAM] | in_group[DEPTHWISE], in_group[ATTENTION]
     filled, blocks, tile_warps = _tiles(calls, kernels, sms, tensor)
@@ -511,8 +512,8 @@ def _class_of(kind: str, group: str, tensor: bool) -> str:
     if group != STREAM:
         direction = kind.removeprefix("grouped_general_").removeprefix("grouped_")
         return direction if tensor else "convolution_fp32"
-    if kind.startswith(_CHANNELS):
+    if kind.startswith(CHANNELS):
         return "normalization"
-    if kind.startswith(_ROWS):
+    if kind.startswith(ROWS):
         return "rows"
     return kind if kind in ("reduction", "optimizer") else "elementwise"

@@ -34,7 +34,7 @@ _USUAL_WIDTHS = (4, 8, 16, 32)
 _WINOGRAD = 2.25  # factor by which F(2x2, 3x3) multiplies less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # most channels of a group for which PyTorch and cuDNN run depthwise kernels
 
-_ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
+ROWS, CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 
 class KernelCall(NamedTuple):
@@ -254,10 +254,10 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
         query = op.input_shapes[kernel.query]
         heads, length, _ = kernel.sizes(query, query)
         return KernelCall(kind, ATTENTION, pipe, op.flops, nbytes, length, query[-1], 0, heads, True)
-    if kind.startswith(_ROWS):
+    if kind.startswith(ROWS):
         shape = op.input_shapes[0] if op.input_shapes else ()
         return stream(kind, nbytes, math.prod(shape[:-1]), op.flops)
-    if kind.startswith(_CHANNELS):
+    if kind.startswith(CHANNELS):
         shape = op.input_shapes[0]
         return stream(kind, nbytes, shape[1] if len(shape) > 1 else 1, op.flops)
     return stream(kind, nbytes, max(map(math.prod, (*op.input_shapes, *op.output_shapes)), default=1), op.flops)

@@ -52,6 +52,7 @@ CORNER = 4  # the roofline's corner: the larger it is, the sharper
 _USUAL_SM_RATE = 1024.0  # FLOP of an SM a clock
 OTHER = "other"  # efficiency of kinds that were not learned
 UNITS = ("fp32", "tensor")
+_PIPES_AND_UNITS = list(itertools.product(range(len(PIPES)), range(len(UNITS))))
 
 GROUP_VALUES = ("half_depth", "half_width", "sm_rate", "wave")
 UNIT_VALUES = ("power", "searched")
@@ -182,16 +183,16 @@ def rates_of(spec: DeviceSpec | tuple[DeviceSpec, ...], half: str = "fp16") -> D
     )
 
 
-def places_of(find: Callable[..., int], kernels: Sequence[tuple[Any, ...]], *columns: np.ndarray) -> np.ndarray:
-    """Return the results of `find`, a cached function, on what each kernel has on all GPU models, and on its entries of
-    columns of few different numbers, which broadcast."""
-    places = np.zeros(np.broadcast_shapes((len(kernels),), *(column.shape for column in columns)), dtype=int)
-    for values in itertools.product(*(np.unique(column).tolist() for column in columns)):
-        of_kernels = np.array([find(*kernel, *values) for kernel in kernels], dtype=int)
-        for column, value in zip(columns, values, strict=True):
-            of_kernels = np.where(column == value, of_kernels, 0)
-        places = places + of_kernels  # each entry has one of the combinations
-    return places
+def places_of(
+    find: Callable[..., int],
+    kernels: Sequence[tuple[Any, ...]],
+    values: Sequence[tuple[Any, ...]] = ((),),
+    place: np.ndarray | int = 0,
+) -> np.ndarray:
+    """Return the results of `find`, a cached function, on what each kernel has on all GPU models, and on the entry of
+    `values` at its `place`, which broadcasts with kernels."""
+    table = np.array([[find(*kernel, *given) for given in values] for kernel in kernels], dtype=int)
+    return np.asarray(table.reshape(-1, len(values))[np.arange(len(kernels)), place])
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,7 +264,7 @@ def kernels_on(
     units, (computing, moving) = tensor.astype(int), _finders(names, channels_last)
     kinds = [(kind,) for kind in calls.kind]
     return Kernels(
-        compute=places_of(computing, kinds, pipe, units),
+        compute=places_of(computing, kinds, _PIPES_AND_UNITS, len(UNITS) * pipe + units),
         bandwidth=places_of(moving, kinds),
         group=calls.group,
         units=units,
