@@ -66,7 +66,7 @@ from learn.commands.sharing import memory_errors
 from learn.estimation.platforms import machine_for
 from learn.judging.benchmark_view import error_text
 from learn.rows.data import MIN_ROWS
-from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
+from learn.sharing.slowdowns import measured_groups, packaged_slowdowns
 from warehouse.files.writer import RUN_RATIOS
 from workers.probes.children import Measured, measured_in
 from workers.probes.questions import ANSWERS
@@ -238,16 +238,15 @@ def pairs(results: Results) -> Iterator[Part]:
         raise Absent(f"The results have no pairs to judge: {error}.") from None
     sharing = dict(results.rows("SELECT DISTINCT group_id, sharing FROM collocations"))
     members: list[dict[str, Any]] = []
-    left_out = Counter(reasons)
+    left_out, packaged = Counter(reasons), packaged_slowdowns()
     for group in groups:
         if group.is_apart:
             left_out["its members did not train at the same time"] += 1
             continue
-        try:
-            expected = [slowdown.median for slowdown in packaged_slowdowns().slowdowns(group.jobs)]
-        except NoUtilization:
+        if packaged.unknown(group.jobs):
             left_out["a member's solo utilization is unknown"] += 1
             continue
+        expected = [slowdown.median for slowdown in packaged.slowdowns(group.jobs)]
         way = sharing[group.group_id]
         slowdowns = zip(group.slowdowns, expected, strict=True)
         members += [{"sharing": way, "measured": measured, "expected": median} for measured, median in slowdowns]

@@ -106,20 +106,17 @@ def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
     ]
 
 
-def write_pair(writer: RunWriter, run: Mapping, group: str = "pairs-000000", **changes: object) -> None:
+def write_pair(writer: RunWriter, run: Mapping, **changes: object) -> None:
     """Write two jobs that run three times as long beside each other under MPS, busy half of the time alone."""
     for member in range(2):
-        row = {**run, "job_id": "pairs", "run_id": f"{group}-with-{member}", "group_id": group}
+        row = {**run, "job_id": "pairs", "run_id": f"pairs-0-with-{member}", "group_id": "pairs-0"}
+        figures = {"solo_gpu_util": 0.5, "solo_step_ms": 10.0, "shared_step_ms": 30.0, "slowdown": 3.0, **changes}
         own = collocations(
-            group_id=[group],
+            group_id=["pairs-0"],
             member=[member],
             sharing=["mps"],
             name=[f"job {member}"],
-            solo_gpu_util=[0.5],
-            solo_step_ms=[10.0],
-            shared_step_ms=[30.0],
-            slowdown=[3.0],
-            **{column: [value] for column, value in changes.items()},
+            **{column: [value] for column, value in figures.items()},
         )
         writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}), collocations=own)
 

@@ -21,6 +21,7 @@ from tests.infra.lent_results import (
     plant,
     planted_work,
     record_tests,
+    write_pair,
 )
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import run_row
@@ -158,6 +159,13 @@ def test_benchmarks_of_other_settings_are_judged_apart(of_planted, planted, tmp_
     trials.write_text(trials.read_text() + trials.read_text().replace("ab12cd34", "ef56ab78"))
     one, two = (len(list(sections.protocols(replace(of_planted, work=work)))) for work in (planted, tmp_path))
     assert two > one
+
+
+def test_pairs_are_not_judged_where_the_utilization_of_a_job_alone_is_unknown(of_planted, tmp_path):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    write_pair(RunWriter(data), run_row(0), solo_gpu_util=None)
+    text = str([*sections.pairs(replace(of_planted, work=tmp_path))])
+    assert "1 group left out: a member's solo utilization is unknown" in text and "No group can be judged" in text
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
