@@ -127,15 +127,13 @@ def pip_here(command, *arguments):
 
 
 @pytest.fixture(scope="module")
-def parts(index, tmp_path_factory):
+def parts(index, tmp_path_factory, module_patch):
     """A bundle for this Python, with the smaller part of the source, compressed fast."""
     folder = tmp_path_factory.mktemp("made") / "offline"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundles, "_pip", pip_here)
-        patch.setattr(bundles, "_XZ", {"preset": 0})
-        patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
-        table = bundles.bundle(BundleSettings(python=PYTHON, mib=4, out=str(folder)))
-    return folder, table
+    module_patch.setattr(bundles, "_pip", pip_here)
+    module_patch.setattr(bundles, "_XZ", {"preset": 0})
+    module_patch.setattr(bundles, "_SOURCE_LEFT_OUT", ("[!i]*", "infra/g*", "infra/k*"))
+    return folder, bundles.bundle(BundleSettings(python=PYTHON, mib=4, out=str(folder)))
 
 
 @pytest.fixture(autouse=True)
