@@ -8,7 +8,7 @@ import pytest
 
 from learn.estimators import hybrid, protocol, tabular
 from learn.rows import step_store
-from tests.learn.script_server import PreparedRunner, script_server
+from tests.learn.script_server import prepared_runner, script_server
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,5 +50,5 @@ def server_of_scripts():
 @pytest.fixture
 def prepared_scripts(server_of_scripts, tmp_path, monkeypatch):
     """Scripts run in an empty folder, in forks of one process that has their imports."""
-    monkeypatch.setattr("learn.script.estimating.local_server", functools.partial(PreparedRunner, server_of_scripts))
+    monkeypatch.setattr("learn.script.estimating.local_server", functools.partial(prepared_runner, server_of_scripts))
     monkeypatch.chdir(tmp_path)

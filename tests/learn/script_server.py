@@ -1,16 +1,18 @@
 """Scripts of tests run in forks of one process that has done their imports, which take most of a short script's time.
 
-Start reading at `PreparedRunner`.
+Start reading at `prepared_runner`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pkgutil
-import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from conf.children.running import Child, ChildServer, local_server
@@ -31,24 +33,19 @@ def script_server() -> ChildServer:
     return local_server("tests.learn.script_server:prepare")
 
 
-class PreparedRunner:
-    """Runs a script's process as a `ChildServer` of its own does, but for the start of a new Python."""
+@contextlib.contextmanager
+def prepared_runner(
+    server: ChildServer, _: str, environment: dict[str, str] | None, *, has_folder: bool
+) -> Iterator[SimpleNamespace]:
+    """Run a script's process as a `ChildServer` of its own does, but for the start of a new Python."""
+    with tempfile.TemporaryDirectory() as folder:
 
-    def __init__(self, server: ChildServer, _: str, environment: dict[str, str] | None, *, has_folder: bool) -> None:
-        self._server, self._environment = server, environment
+        def start(function: str, request_path: str, **options: Any) -> Child:
+            """Run a function in this process's working folder, with its environment or the given one."""
+            place = {"folder": os.getcwd(), "environment": dict(os.environ if environment is None else environment)}
+            return server.start(f"{__name__}:run_there", {**place, "call": (function, request_path)}, **options)
 
-    def __enter__(self) -> PreparedRunner:
-        self.folder = Path(tempfile.mkdtemp())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder)
-
-    def start(self, function: str, request_path: str, **options: Any) -> Child:
-        """Run a function in this process's working folder, with its environment or the given one."""
-        environment = dict(os.environ if self._environment is None else self._environment)
-        place = {"folder": os.getcwd(), "environment": environment, "function": function, "argument": request_path}
-        return self._server.start(f"{__name__}:run_there", place, **options)
+        yield SimpleNamespace(folder=Path(folder), start=start)
 
 
 def run_there(place: dict[str, Any]) -> None:
@@ -56,4 +53,5 @@ def run_there(place: dict[str, Any]) -> None:
     os.chdir(place["folder"])
     os.environ.clear()
     os.environ.update(place["environment"])
-    pkgutil.resolve_name(place["function"])(place["argument"])
+    function, request_path = place["call"]
+    pkgutil.resolve_name(function)(request_path)

@@ -189,12 +189,12 @@ OF_JOB = ("model", "dataset", "batchsize", "amp", "speed")
 @pytest.fixture
 def pairs_folder(tmp_path, groups):
     """A data folder with the same pairs, imported from files in Lucid's format."""
-    singles = {job.name: (model, job) for group in groups for model, job in zip(group.models, group.jobs, strict=True)}
-    alone = [
-        (model, job.name, 32, 0, 10, 100 * job.gpu_util, 100 * job.memory_util, 1000, 0)
-        for model, job in singles.values()
-    ]
-    write_csv(tmp_path / "single.csv", [*OF_JOB, "gpu_util", "gmem_util", "gmem", "label"], alone)
+    alone = {
+        job.name: (model, job.name, 32, 0, 10, 100 * job.gpu_util, 100 * job.memory_util, 1000, 0)
+        for group in groups
+        for model, job in zip(group.models, group.jobs, strict=True)
+    }
+    write_csv(tmp_path / "single.csv", [*OF_JOB, "gpu_util", "gmem_util", "gmem", "label"], alone.values())
     pairs = [
         (
             *(g.models[0], g.jobs[0].name, 32, 0, 1 / g.slowdowns[0]),
