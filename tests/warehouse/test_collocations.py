@@ -1,12 +1,9 @@
-"""The tables `collocations` and `ranks`: their rows through landing, checks, import, data sets and publication."""
+"""The tables `collocations` and `ranks`: their rows through landing, checks and import."""
 
-import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, csv_file, findings_of, ranks, run_row, samples, take_in
 
 from conf.errors import UsageError
-from warehouse.exchange.exporting import ExportSettings, export
-from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import print_report
@@ -33,6 +30,11 @@ def land_pair(folder, **columns):
         writer.write(run_row(1 + member, group_id="G", **where), samples(1), collocations=collocations(**figures))
 
 
+def test_a_pair_that_can_be_has_no_finding(folder):
+    land_pair(folder)
+    assert findings_of(folder) == []
+
+
 def test_checks_name_members_that_cannot_be(folder):
     land_pair(folder, slowdown=[3.0], solo_gpu_util=[1.5], died_of=[5])
     RunWriter(folder).write(run_row(7), samples(1), collocations=collocations(group_id=["H"]))
@@ -43,24 +45,6 @@ def test_checks_name_members_that_cannot_be(folder):
         "impossible.collocations.died_of": 2,
         "collocations.members": 1,
     }
-
-
-def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folder, tmp_path):
-    land_pair(folder, name=["cnn at /home/ann/nets"])
-    assert findings_of(folder) == []
-    export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
-    assert "| `collocations` | 2 |" in (tmp_path / "set" / "README.md").read_text()
-    other = DataFolder(tmp_path / "other").create()
-    take_in(other.root, "dataset", tmp_path / "set")
-    ((first, alone, name), (second, none, _)) = ask(
-        other, "SELECT group_id, solo_run_id, name FROM collocations ORDER BY member"
-    )
-    assert first == second != "G" and none is None and "ann" not in name
-    assert ask(other, f"SELECT count(*) FROM runs WHERE group_id = '{first}'") == [(2,)]
-    assert ask(other, f"SELECT count(*) FROM runs WHERE run_id = '{alone}'") == [(1,)]
-    export(ExportSettings(data=str(other.root), out=str(tmp_path / "again")))
-    for path in (tmp_path / "set").rglob("*.parquet"):
-        assert (tmp_path / "again" / path.relative_to(tmp_path / "set")).read_bytes() == path.read_bytes()
 
 
 SINGLE = {
@@ -191,20 +175,3 @@ def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
     assert findings["ranks.rows"] == ("J-000002: 0 ranks, ranks=2",)
     assert findings["impossible.ranks.number"] == ("J-000001-r00001 rank=2",)
     assert "duplicate.sample" not in findings, "two ranks are read at one time"
-
-
-def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path, no_checks):
-    RunWriter(folder).write(of_two(1), samples(2, sensor=["process"] * 2, rank=[0, 1]), None, ranks(device_uuid=UUIDS))
-    export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
-    assert "| `ranks` | 2 |" in (tmp_path / "set" / "README.md").read_text()
-    other = DataFolder(tmp_path / "other").create()
-    take_in(other.root, "dataset", tmp_path / "set")
-    assert ask(other, "SELECT parallel, ranks, worst_rank FROM runs") == [("ddp=2", 2, 1)]
-    columns = "starts_with(rank_row, run_id), rank, node, starts_with(device_uuid, 'gpu-'), peak_memory_mib"
-    rows = [(True, 0, None, True, 100.0), (True, 1, None, True, 101.0)]
-    assert ask(other, f"SELECT {columns} FROM ranks ORDER BY rank") == rows
-    assert ask(other, "SELECT list(rank ORDER BY rank) FROM telemetry") == [([0, 1],)]
-    assert ask(other, "SELECT count(*) FROM ranks JOIN runs USING (run_id, device_uuid)") == [(1,)]
-    publish(PublishSettings(data=str(folder.root), out=str(tmp_path / "public"), licence="CC-BY-4.0", pages=0))
-    public = pq.read_table(tmp_path / "public" / "ranks", columns=["device_uuid"]).column(0)
-    assert (len(public), len(public.unique())) == (2, 2) and public.null_count == 0

@@ -70,15 +70,26 @@ def out(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with seven runs, and their data set: each test has its copy."""
+    """A folder with seven runs, and their data set: each test has its copy.
+
+    Two runs have kernels, one was profiled without any, one ran on two GPUs, two shared one; a row was imported.
+    """
     place = tmp_path_factory.mktemp("made")
     folder = DataFolder.resolve(place / "data").create()
     writer = RunWriter(folder)
-    for index in range(4):
-        writer.write(gpu_run(index), readings(50))
+    writer.write(gpu_run(0), readings(50), kernels(2, dims=[json.dumps({"shapes": [[2, 3]]})] * 2))
+    writer.write(gpu_run(1), readings(50), kernels(3))
+    writer.write(gpu_run(2), readings(50), kernels(0))
+    alone = {"solo_run_id": ["J-000000"], "name": ["cnn at /home/someone/nets"]}
+    writer.write(gpu_run(3, group_id="G"), readings(50), collocations=collocations(**alone))
     writer.write(gpu_run(4, status="oom", oom_kind="device", peak_memory_mib=None, error=TRACEBACK), readings(2))
-    writer.write(gpu_run(5, family="mlp", memory_fraction=0.25), readings(3))
-    writer.write(gpu_run(6, finished_at=DAY + datetime.timedelta(days=1)), readings(3))
+    of_two = gpu_run(5, family="mlp", memory_fraction=0.25, parallel="ddp=2", worst_rank=1)
+    uuids = [of_two["device_uuid"], "GPU-ffff"]
+    writer.write(of_two, readings(3, rank=[0, 1, 1]), ranks=ranks(device_uuid=uuids, node=["host17", "host18"]))
+    later = gpu_run(6, group_id="G", finished_at=DAY + datetime.timedelta(days=1))
+    writer.write(later, readings(3), collocations=collocations(member=[1]))
+    imported = {"run_id": "other-1", "family": "cnn", "status": "ok", "source": "imported", "device_name": "T4"}
+    writer.write(imported, readings(0), kernels(1))
     exported(folder, place / "set")
     return place
 
@@ -118,20 +129,44 @@ def files(out):
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
+# Questions that a folder and one that loaded its data set answer alike.
+ALIKE = (
+    "SELECT task_index, family, status, source, device_name, smact, peak_memory_mib, memory_fraction, finished_at, "
+    "kernel_rows, parallel, ranks, worst_rank, collocation_rows FROM runs WHERE source <> 'imported' ORDER BY ALL",
+    "SELECT task_index, sensor, rank, count(*), min(t.power_w), max(t.power_w) FROM telemetry t "
+    "JOIN runs USING (run_id) WHERE task_index = 5 GROUP BY ALL ORDER BY ALL",
+    "SELECT operator, duration_us, count, timing, dims, device_name, torch_version, family, source FROM kernels "
+    "WHERE source <> 'imported' ORDER BY ALL",
+    "SELECT rank, status, peak_memory_mib FROM ranks ORDER BY rank",
+    "SELECT member, group_size, sharing FROM collocations ORDER BY member",
+)
+# A question about the folder that loaded the set, and its answer.
+PUBLIC = {
+    "SELECT DISTINCT job_id FROM runs": [("dataset-J",)],  # not counted as one of its own jobs
+    "SELECT bool_and(starts_with(kernel_row, run_id || '-k')), count(DISTINCT kernel_row) FROM kernels "
+    "JOIN runs USING (run_id)": [(True, 5)],
+    "SELECT bool_and(starts_with(rank_row, run_id)), count(DISTINCT device_uuid), count(node) FROM ranks": [
+        (True, 2, 0)
+    ],
+    "SELECT count(*) FROM ranks JOIN runs USING (run_id, device_uuid)": [(1,)],
+    "SELECT count(DISTINCT group_id), min(member.name) FROM collocations AS member "
+    "JOIN runs USING (run_id, group_id) WHERE group_id <> 'G'": [(1, "cnn at nets")],
+    "SELECT member FROM collocations JOIN runs ON solo_run_id = runs.run_id AND task_index = 0": [(0,)],
+    "SELECT count(*) FROM kernels": [(5,)],
+    "SELECT count(*) FROM runs": [(7,)],
+}
+
+
 def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(filled, sent, tmp_path):
     other = tmp_path / "other"
     assert sum(file.new for file in loaded(sent, other).files) == 7
-    labels = (
-        "SELECT task_index, family, status, source, device_name, smact, peak_memory_mib, memory_fraction, finished_at "
-        "FROM runs ORDER BY task_index"
-    )
-    assert ask(other, labels) == ask(filled, labels)
-    assert ask(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
-    sums = "SELECT min(t.power_w), max(t.power_w) FROM telemetry t JOIN runs USING (run_id) WHERE task_index = 5"
-    assert ask(other, sums) == ask(filled, sums)
     again = loaded(sent, other)
     assert [(file.rows, file.new) for file in again.files] == [(file.rows, 0) for file in again.files]
-    assert ask(other, "SELECT count(*) FROM runs") == [(7,)]
+    assert [sql for sql in ALIKE if ask(other, sql) != ask(filled, sql)] == []
+    assert {sql: ask(other, sql) for sql in PUBLIC} == PUBLIC
+    card_text = (sent / "README.md").read_text()
+    for kind, rows in (("kernels", 5), ("ranks", 2), ("collocations", 2)):
+        assert f"| `{kind}` | {rows} |" in card_text
     # Nor does the folder that measured them get anything twice.
     assert sum(file.new for file in loaded(sent, filled.root).files) == 0
 
@@ -146,46 +181,12 @@ def test_the_same_runs_give_the_same_bytes_also_from_a_folder_that_has_loaded_th
     assert files(tmp_path / "copy") == before
 
 
-@pytest.fixture
-def profiled(folder):
-    """Two runs with kernels, one that was profiled without any, one that was not, and a row that was imported."""
-    writer = RunWriter(folder)
-    writer.write(gpu_run(0), readings(2), kernels(2, dims=[json.dumps({"shapes": [[2, 3]]})] * 2))
-    writer.write(gpu_run(1), readings(2), kernels(3))
-    writer.write(gpu_run(2), readings(2), kernels(0))
-    writer.write(gpu_run(3, family="mlp"), readings(2))
-    run = {"run_id": "other-1", "family": "cnn", "status": "ok", "source": "imported", "device_name": "T4"}
-    writer.write(run, readings(0), kernels(1))
-    return folder
-
-
-KERNEL_COLUMNS = "operator, duration_us, count, timing, dims, device_name, torch_version, family, source"
-
-
-def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
-    assert "4 runs added" in exported(profiled, out).lines()[-1]
-    assert "| `kernels` | 5 |" in (out / "README.md").read_text()
-    other = tmp_path / "other"
-    loaded(out, other)
-    own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
-    assert ask(other, own) == ask(profiled, own)
-    counts = "SELECT task_index, kernel_rows FROM runs WHERE source <> 'imported' ORDER BY task_index"
-    assert ask(other, counts) == ask(profiled, counts) == [(0, 2), (1, 3), (2, 0), (3, None)]
-    public = "SELECT bool_and(starts_with(kernel_row, run_id || '-k')), count(DISTINCT kernel_row) FROM kernels"
-    assert ask(other, public) == [(True, 5)]
-    assert ask(other, "SELECT count(*) FROM kernels JOIN runs USING (run_id)") == [(5,)]
-    loaded(out, other)
-    assert ask(other, "SELECT count(*) FROM kernels") == [(5,)]
-    exported(DataFolder.resolve(other), tmp_path / "copy")
-    assert files(tmp_path / "copy") == files(out)
-
-
-def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(profiled, out, tmp_path):
-    exported(profiled, out, families=["mlp"])
+def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(filled, out, tmp_path):
+    exported(filled, out, families=["mlp"])
     assert not [name for name in files(out) if "kernels" in name]
     assert "Columns of kernels" not in (out / "README.md").read_text()
     bare = tmp_path / "bare"
-    exported(profiled, bare, kernels=False)
+    exported(filled, bare, kernels=False)
     assert not [name for name in files(bare) if "kernels" in name]
     loaded(bare, tmp_path / "other")
     assert ask(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]

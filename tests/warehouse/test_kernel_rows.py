@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, ask_plainly, compact_at, findings_of, kernels, run_row, samples, take_in
+from warehouse_rows import ask, ask_plainly, compact_at, findings_of, kernels, ranks, run_row, samples, take_in
 
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
@@ -87,7 +87,8 @@ def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
 
 
 def test_a_publication_has_its_runs_kernels_and_imported_ones_where_they_are_named(folder, tmp_path, no_checks):
-    RunWriter(folder).write(run_row(1, source="measured", device_uuid="GPU-1"), samples(1), kernels())
+    of_ranks = ranks(device_uuid=["GPU-1", "GPU-2"])
+    RunWriter(folder).write(run_row(1, source="measured", device_uuid="GPU-1"), samples(1), kernels(), of_ranks)
     take_in(folder.root, "neusight", kernel_file(tmp_path / "k.parquet", CELLS))
     settings = {"data": str(folder.root), "licence": "CC-BY-4.0", "pages": 0}
     for sources, count in ((["measured", "imported"], 3), (["measured"], 2)):
@@ -98,6 +99,8 @@ def test_a_publication_has_its_runs_kernels_and_imported_ones_where_they_are_nam
         own = [row for row in rows if row["source"] == "measured"]
         assert {row["run_id"] for row in own} == {runs[0]["run_id"]} and runs[0]["run_id"] != "J-000001"
         assert all(row["kernel_row"].startswith(runs[0]["run_id"]) for row in own)
+    uuids = {row["device_uuid"] for row in pq.read_table(out / "ranks").to_pylist()}
+    assert len(uuids) == 2 and runs[0]["device_uuid"] in uuids and not {"GPU-1", "GPU-2"} & uuids
     assert "left out: 1 kernels: source imported" in report.lines()
     card = (out / "README.md").read_text()
     assert "- 1 kernels: source imported" in card and "and 2 kernels" in card and "Columns of kernels" in card

@@ -58,29 +58,6 @@ def test_layers_are_learned_from_and_what_is_no_layer_is_named(tmp_path):
     assert left_out == {"layers that end with an all-reduce": 1}
 
 
-INVALID_LAYERS = {
-    "sailor": {
-        "value is not a time > 0": sailor_row(value=0),
-        "samples is not a whole number >= 1 and < 2^40: '0'": sailor_row(batch_per_gpu=0),
-        "no gpu": sailor_row(gpu=""),
-    },
-    "liger": {
-        "length is not a whole number >= 1 and < 2^40: '-256'": liger_row(x_value=-256),
-        "width is not a whole number >= 1 and < 2^40: None": liger_row(config='{"intermediate_size": 8}'),
-        "config is not a JSON object": liger_row(config="[]"),
-        "unknown dtype 'torch.int8'; known: torch.bfloat16, torch.float32": liger_row(
-            config=CONFIG.replace("bfloat16", "int8")
-        ),
-    },
-}
-
-
-@pytest.mark.parametrize("source", INVALID_LAYERS)
-def test_a_layer_that_makes_no_sense_is_named_and_left_out(tmp_path, source):
-    rows = INVALID_LAYERS[source]
-    assert landed(tmp_path, source, rows.values()).invalid == {reason: [at] for at, reason in enumerate(rows, 1)}
-
-
 @pytest.mark.parametrize("phase, products", [("forward", 3), ("backward", 6), (None, 9)])
 def test_a_gated_layer_has_three_products_forward_and_two_for_each_backward(a100, phase, products):
     sizes = {"width": 512, "inner": 1024, "length": 256, "samples": 2}
@@ -125,28 +102,44 @@ def test_an_all_reduce_lands_once_with_its_elements_and_ranks(folder, tmp_path):
     assert {(row[1], row[4], row[5]) for row in rows} == {("nccl::all_reduce", 31.5, "loop")}
 
 
-INVALID = (
-    ({"value": "-1"}, "value is not a time > 0"),
-    ({"unit": "GB/s"}, "unknown unit 'GB/s'; known: ms, s, us"),
-    ({"gpus": "1"}, "gpus is not a whole number >= 2 and < 2^40: '1'"),
-    ({"gpus": "2.5"}, "gpus is not a whole number >= 2 and < 2^40: '2.5'"),
-    ({"gpus": "1e30"}, "gpus is not a whole number >= 2 and < 2^40: '1e30'"),
-    ({"gpu": ""}, "no gpu"),
-    ({"what_was_measured": "all-gather time"}, "what_was_measured is not an all-reduce"),
-    ({"precision": "int8"}, "unknown precision 'int8'; known: bf16, fp16, fp32"),
-    ({"size_bytes": "6"}, "size_bytes is not a number of bytes of whole elements"),
-    ({"size_bytes": ""}, "size_bytes is not a whole number >= 2 and < 2^40: ''"),
-    ({"size_bytes": f"{2**40}"}, f"size_bytes is not a whole number >= 2 and < 2^40: '{2**40}'"),
-)
+VALID = {"allreduce": CELLS, "sailor": sailor_row(), "liger": liger_row()}
+INVALID = {
+    "allreduce": {
+        "value is not a time > 0": CELLS | {"value": "-1"},
+        "unknown unit 'GB/s'; known: ms, s, us": CELLS | {"unit": "GB/s"},
+        "gpus is not a whole number >= 2 and < 2^40: '1'": CELLS | {"gpus": "1"},
+        "gpus is not a whole number >= 2 and < 2^40: '2.5'": CELLS | {"gpus": "2.5"},
+        "gpus is not a whole number >= 2 and < 2^40: '1e30'": CELLS | {"gpus": "1e30"},
+        "no gpu": CELLS | {"gpu": ""},
+        "what_was_measured is not an all-reduce": CELLS | {"what_was_measured": "all-gather time"},
+        "unknown precision 'int8'; known: bf16, fp16, fp32": CELLS | {"precision": "int8"},
+        "size_bytes is not a number of bytes of whole elements": CELLS | {"size_bytes": "6"},
+        "size_bytes is not a whole number >= 2 and < 2^40: ''": CELLS | {"size_bytes": ""},
+        f"size_bytes is not a whole number >= 2 and < 2^40: '{2**40}'": CELLS | {"size_bytes": f"{2**40}"},
+    },
+    "sailor": {
+        "value is not a time > 0": sailor_row(value=0),
+        "samples is not a whole number >= 1 and < 2^40: '0'": sailor_row(batch_per_gpu=0),
+        "no gpu": sailor_row(gpu=""),
+    },
+    "liger": {
+        "value is not a time > 0": liger_row(value="nan"),
+        "length is not a whole number >= 1 and < 2^40: '-256'": liger_row(x_value=-256),
+        "width is not a whole number >= 1 and < 2^40: None": liger_row(config='{"intermediate_size": 8}'),
+        "config is not a JSON object": liger_row(config="[]"),
+        "unknown dtype 'torch.int8'; known: torch.bfloat16, torch.float32": liger_row(
+            config=CONFIG.replace("bfloat16", "int8")
+        ),
+    },
+}
 
 
-def test_a_row_that_makes_no_sense_is_named_and_left_out(folder, tmp_path):
-    lines = [CELLS | change for change, _ in INVALID]
-    path = csv_file(tmp_path / "a.csv", CELLS, *lines, CELLS | {"value": "nan"})
-    (report,) = take_in(folder.root, "allreduce", path).files
-    invalid = {reason: [at] for at, (_, reason) in enumerate(INVALID, 2)}
-    invalid["value is not a time > 0"].append(len(lines) + 2)
-    assert (report.rows, report.new, report.invalid) == (len(lines) + 2, 1, invalid)
+@pytest.mark.parametrize("source", INVALID)
+def test_a_row_that_makes_no_sense_is_named_and_left_out(tmp_path, source):
+    rows = INVALID[source]
+    report = landed(tmp_path, source, [*rows.values(), VALID[source]])
+    assert report.invalid == {reason: [at] for at, reason in enumerate(rows, 1)}
+    assert (report.rows, report.new) == (len(rows) + 1, 1)
 
 
 def test_a_row_with_more_cells_than_the_header_is_named_and_left_out(folder, tmp_path):
