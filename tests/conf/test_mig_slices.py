@@ -42,8 +42,9 @@ def test_the_command_line_takes_slices_and_keys_change_them_further():
         ("B300:1g.5gb", "unknown device 'B300'"),
     ],
 )
-def test_an_unknown_slice_is_refused_with_what_there_is(name, message):
+@pytest.mark.parametrize(
+    "load", [load_device, lambda name: load_config(settings_class("estimate"), [f"device={name}"])]
+)
+def test_an_unknown_slice_is_refused_with_what_there_is(load, name, message):
     with pytest.raises(UsageError, match=message):
-        load_device(name)
-    with pytest.raises(UsageError, match=message):
-        load_config(settings_class("estimate"), [f"device={name}"])
+        load(name)

@@ -5,7 +5,6 @@ import traceback
 
 import pytest
 
-from conf.errors import UsageError
 from conf.plain_text import OUTPUT_STARTS, error_line
 
 
@@ -51,14 +50,11 @@ def test_the_line_of_an_error_is_its_exception_and_never_the_heading_of_a_traceb
 
 def test_hostile_text_is_read_in_linear_time():
     from conf.device_names import split_slice
-    from featurize.memory.allocator_settings import AllocatorSettings
     from warehouse.exchange.dataset import scrub
 
     began = time.process_time()
     for text in ("1" * 100_000, "a_" * 50_000, "/a" * 50_000, " " * 100_000, "act" * 30_000, " MIG " * 20_000):
         for read in (scrub, error_line, split_slice):
             read(text + "!")
-    with pytest.raises(UsageError, match="100,000 characters"):
-        AllocatorSettings.parse("," * 100_000)
     assert scrub("see http://host17:9400/x and (ftp://a)") == "see http://ADDRESS/x and (ftp://ADDRESS)"
     assert time.process_time() - began < 5

@@ -361,6 +361,7 @@ def test_valid_settings_are_taken(text):
         ("max_split_size_mb:-1", "max_split_size_mb"),
         ("max_split_size_mb:64.5", "max_split_size_mb"),
         ("max_split_size_mb:3,garbage_collection_threshold:7", r"max_split_size_mb.*garbage_collection_threshold"),
+        ("," * 100_000, "100,000 characters"),
         ("max_split:128", r"unknown key 'max_split'; known: .*expandable_segments.*roundup_power2"),
     ],
 )

@@ -233,6 +233,10 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
     [
         (lambda: estimate(CONFIG, estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
         (lambda: estimate(CONFIG, device="A1000"), "unknown device 'A1000'; known: A10, A100-PCIE-40GB"),
+        (
+            lambda: estimate(CONFIG, device="H"),
+            "^device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB, H200-SXM-141GB$",
+        ),
         (lambda: estimate(CONFIG, optimizer="sgd"), "the trial config has optimizer=adam"),
         (lambda: estimate(CONFIG, accumulation=2), "accumulation is for modules"),
         (lambda: estimate(CONFIG, loop="endless"), "unknown loop 'endless'; known: pipeline, resident"),

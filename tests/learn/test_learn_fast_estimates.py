@@ -163,6 +163,13 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
             lambda: estimate_many([CONFIG, {"family": "timm", "model": "resnet18", "batch_size": 8}], method="fast"),
             "method=fast has no model of the family timm",
         ),
+        *(
+            (call, "method=fast was fitted on NVIDIA GPUs, and MI300X is an AMD GPU; use method=full")
+            for call in (
+                lambda: estimate(CONFIGS[1], device="MI300X", method="fast"),
+                lambda: estimate_many(CONFIGS[:2], device="MI300X", method="fast"),
+            )
+        ),
         (lambda: estimate(CONFIG, method="quick"), "unknown method 'quick'; known: fast, full"),
         (lambda: estimate_many([CONFIG], method="quick"), "unknown method 'quick'; known: fast, full"),
         (lambda: estimate(CONFIG, method="fast", device="A1000"), "unknown device 'A1000'; known: A10"),
