@@ -102,15 +102,16 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Attend [N, L, heads, E] as `flash_attn.flash_attn_func` does."""
-    return _attend(q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size)
+    longest = q.shape[1], k.shape[1]
+    return flash_attn_varlen_func(q, k, v, None, None, *longest, dropout_p, softmax_scale, causal, window_size)
 
 
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -123,29 +124,18 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attend packed texts of any lengths, [all tokens, heads, E]."""
-    longest = int(max_seqlen_q), int(max_seqlen_k)
-    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, softmax_scale, causal, window_size)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    dropout: float,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-) -> Tensor:
+    """Attend packed texts of any lengths, [all tokens, heads, E]; without their starts, as `flash_attn_func`."""
     if q.dtype not in _HALF:
         raise RuntimeError("FlashAttention only supports fp16 and bf16")
-    sides = {"window_size_left": window[0], "window_size_right": window[1]} if window != (-1, -1) else {}
-    more = starts_q, starts_k, longest_q, longest_k, dropout, causal, False
-    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=scale, **sides)
+    sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+    more = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), dropout_p, causal, False
+    return _flash(
+        torch.ops.aten._flash_attention_forward,
+        (q, k, v),
+        *more,
+        scale=softmax_scale,
+        **(sides if window_size != (-1, -1) else {}),
+    )
 
 
 def _flash(

@@ -220,17 +220,19 @@ class StepsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class _Run:
-    """One step that ran: its events in memory, and the blocks alive before and after it, by kind and age.
-
-    born_bytes   maximum of the bytes alive at once of what the step itself allocated
-    """
+    """One step that ran: its events in memory, and the blocks alive before and after it, by kind and age."""
 
     shape: int
     stretch: Stretch
     before: Sequence[int]
     after: Sequence[int]
-    born_bytes: int
     operators: tuple[Operator, ...]
+
+    @property
+    def born_bytes(self) -> int:
+        """Maximum of the bytes alive at once of what the step itself allocated."""
+        born = [event.nbytes for event in self.stretch.events if event.block not in self.stretch.entering]
+        return max(accumulate(born, initial=0))
 
 
 class StepSequence:
@@ -246,7 +248,7 @@ class StepSequence:
         self._memory, self._log, self._run = recorder.memory, recorder.log, run
         self._alive = self._after(self._memory.since(RecordMoment(0, 0)), ())
         self._recorded: dict[tuple[int, Left], _Run] = {}
-        self._ran_last: _Run | None = None
+        self._held: Sequence[int] = ()  # blocks that the last step that ran left alive, by kind and age
         self._sequence: list[_Run] = []
 
     def play(self, shapes: Sequence[int]) -> int:
@@ -288,31 +290,25 @@ class StepSequence:
     def _ran_after(self, left: Left, shape: int) -> _Run:
         """Run a step after one that left such blocks: if the last one that ran left others, this one runs before."""
         memory = self._memory
-        if self._left(self._held()) != left:
+        if self._left(self._held) != left:
             alive, mark = self._alive, memory.mark()
             self._ran(self._sequence[-1].shape)
             del memory.events[mark.events :]
             self._alive = alive
-        if self._left(self._held()) != left:
+        if self._left(self._held) != left:
             raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
-        for held, block in zip(self._held(), self._alive, strict=True):
+        for held, block in zip(self._held, self._alive, strict=True):
             if held != block:
                 memory.hold_in(memory.storages[held], block)
         return self._ran(shape)
-
-    def _held(self) -> Sequence[int]:
-        """Return the blocks that the last step that ran left alive, by kind and age."""
-        assert self._ran_last is not None, "the first step runs"
-        return self._ran_last.after
 
     def _ran(self, shape: int) -> _Run:
         """Run a step."""
         before, mark = self._alive, self._memory.mark()
         self._run(len(self._sequence) + 1, shape)
         stretch = self._memory.since(mark)
-        self._alive = after = self._after(stretch, before)
-        self._ran_last = _Run(shape, stretch, before, after, _born_bytes(stretch), tuple(self._log.operators))
-        return self._ran_last
+        self._alive = self._held = self._after(stretch, before)
+        return _Run(shape, stretch, before, self._held, tuple(self._log.operators))
 
     def _after(self, stretch: Stretch, before: Sequence[int]) -> Sequence[int]:
         """Return the blocks alive, by kind and age: optimizer state from the first step has the place that it has
@@ -323,12 +319,6 @@ class StepSequence:
     def _left(self, blocks: Sequence[int]) -> Left:
         alive = map(self._memory.blocks.__getitem__, blocks)
         return tuple((block.kind, block.operator, block.module) for block in alive)
-
-
-def _born_bytes(stretch: Stretch) -> int:
-    """Return the maximum of the bytes alive at once of the blocks that a stretch allocates."""
-    born = [event.nbytes for event in stretch.events if event.block not in stretch.entering]
-    return max(accumulate(born, initial=0))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
@@ -268,8 +267,9 @@ class _Ranks:
 
     def exchange(self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Return the rows that all ranks send to this one, equally many from each without numbers of rows."""
-        out: Tensor = _Exchange.apply(rows, sent, received, self.mesh.get_group())
-        return out
+        out = functional.all_to_all_single_autograd(rows.contiguous(), received, sent, self.mesh.get_group())
+        arrived: Tensor = functional.wait_tensor(out)
+        return arrived
 
 
 def _of_choices(
@@ -320,20 +320,3 @@ def _whole(rows: Tensor, count: int, sharing: DeviceMesh) -> Tensor:
         rows.contiguous(), sharing, [Shard(0)], run_check=False, shape=size, stride=(rows.shape[1], 1)
     )
     return parts.full_tensor()
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all; its gradient goes the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way = received, sent, group
-        output = functional.all_to_all_single(rows.contiguous(), received, sent, group)
-        arrived: Tensor = functional.wait_tensor(output)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(gradients[0], *ctx.way), None, None, None

@@ -169,27 +169,15 @@ class Streams:
         if self.recorder is not None:
             self.recorder.memory.used_on(tensor, stream.number)
 
-    def place(self) -> int:
-        """Return the number of the recorder's events so far."""
-        return 0 if self.recorder is None else len(self.recorder.memory.events)
-
-    def make_host_wait(self, after: int, place: int) -> None:
+    def make_host_wait(self, event: StreamMoment) -> None:
         """Make the host wait for a moment of a stream."""
-        self._host_after = max(self._host_after, after)
+        self._host_after = max(self._host_after, event.after)
         if self.recorder is not None:
-            self.recorder.memory.make_host_wait(place)
+            self.recorder.memory.make_host_wait(event.place)
 
     def now(self) -> int:
         """Return the moment of the host."""
         return 0 if self.recorder is None else len(self.recorder.log.operators)
-
-    def make_wait(self, stream: OneStream, waited_for: dict[int, int]) -> None:
-        """Make a stream wait for the collectives of other streams up to the given ones."""
-        if stream.number != MAIN:
-            return
-        for number, note in enumerate(self.sent):
-            if note.before is None and number <= waited_for.get(note.stream, -1):
-                note.before = self.now()
 
     def _enter(self, stream: OneStream) -> None:
         self._current = stream
@@ -214,14 +202,18 @@ class OneStream:
         self.after = max(self.after, event.after)
         for stream, last in event.waited_for.items():
             self.waited_for[stream] = max(last, self.waited_for.get(stream, -1))
-        self._streams.make_wait(self, event.waited_for)
+        for number, note in enumerate(self._streams.sent if self.number == MAIN else ()):
+            if number <= event.waited_for.get(note.stream, -1):
+                self._streams.wait_for(number)
 
     def wait_stream(self, stream: OneStream) -> None:
         self.wait_event(stream.record_event())
 
     def record_event(self, event: StreamMoment | None = None) -> StreamMoment:
         event = event or StreamMoment(self._streams)
-        event.after, event.waited_for, event.place = self.moment(), dict(self.waited_for), self._streams.place()
+        event.after, event.waited_for = self.moment(), dict(self.waited_for)
+        if (recorder := self._streams.recorder) is not None:
+            event.place = len(recorder.memory.events)
         return event
 
     def synchronize(self) -> None:
@@ -243,7 +235,7 @@ class StreamMoment:
         (stream or self._streams.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        self._streams.make_host_wait(self.after, self.place)
+        self._streams.make_host_wait(self)
 
 
 @dataclass
