@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.plain_text import exception_line
+from featurize.operators.torch_releases import installed_release
 
 GOLDEN = Path(__file__).with_name("golden_traces.json")
 DEVICE = "A100-SXM4-40GB"
@@ -23,13 +24,6 @@ def golden() -> dict[str, Any]:
     """`tested`: the releases of torch that gave these figures, oldest first. `cases`: name -> the trial config, its
     figures, and under `releases` the figures that differ in a release, which says why under `reason`."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))
-
-
-def release() -> str:
-    """The release of the torch that is imported, without the name of its build: `2.13.0`."""
-    import torch
-
-    return torch.__version__.partition("+")[0]
 
 
 def figures_of(config: Mapping[str, Any]) -> dict[str, float]:
@@ -91,7 +85,7 @@ def main() -> int:
     if "write=true" in sys.argv[1:]:
         write()
         return 0
-    lines = list(differences(release()))
+    lines = list(differences(installed_release()))
     for line in lines:
         print(line)
     if not lines:

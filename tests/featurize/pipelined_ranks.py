@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from rank_nets import HEADS, LENGTH, Mixture, efficient_attention_on_cpu
+from rank_nets import LENGTH, AttendingBlock, Mixture, efficient_attention_on_cpu
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import reduced_buckets, watched_steps
 from real_ranks import train_cases
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from uneven_net import BATCH, WIDTH, Block
 
 from featurize.job.layout import Parallel
-from featurize.nets.prenorm import SelfAttention
 from featurize.timing.pipeline_time import schedule_class
 from featurize.training.experts import expert_mesh
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
@@ -28,25 +27,6 @@ from featurize.training.training_step import Training, TrainingStep
 BLOCKS, CLASSES = 6, 5
 PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 HALVES = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-
-
-class AttendingBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = SelfAttention(ATTENTION_WIDTH, HEADS, causal=True, dropout=0.0)
-        self.part = self.make_part()
-
-    def make_part(self):
-        return nn.Linear(ATTENTION_WIDTH, ATTENTION_WIDTH)
-
-    def forward(self, x):
-        x = x + self.attention(x)
-        return x + self.part(x)
-
-
-class MixingBlock(AttendingBlock):
-    def make_part(self):
-        return Mixture()
 
 
 class Net(nn.Module):
@@ -105,8 +85,10 @@ CASES = {
     "interleaved replicas": Case({"pp": 2, "ddp": 2, "schedule": "interleaved"}, (1, 2, 2, 1)),
     "sequence": attending({"pp": 2, "cp": 2}),
     "rotated": attending({"pp": 2, "cp": 2, "cp_rotate": "alltoall"}),
-    "experts": attending({"pp": 2, "fsdp": 2, "ep": 2}, MixingBlock),
-    "sequence and experts": attending({"pp": 2, "cp": 2, "ep": 2, "schedule": "gpipe"}, MixingBlock),
+    "experts": attending({"pp": 2, "fsdp": 2, "ep": 2}, partial(AttendingBlock, Mixture)),
+    "sequence and experts": attending(
+        {"pp": 2, "cp": 2, "ep": 2, "schedule": "gpipe"}, partial(AttendingBlock, Mixture)
+    ),
 }
 
 

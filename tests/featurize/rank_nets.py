@@ -1,6 +1,6 @@
 """Small models that ranks train together: attention over a divided sequence, and mixtures of divided experts.
 
-Start reading at `Attending` and `Mixture`.
+Start reading at `attending` and `Mixture`.
 """
 
 import contextlib
@@ -11,27 +11,27 @@ from torch import nn
 
 from featurize.nets.prenorm import RoutedExperts, SelfAttention
 from featurize.operators.replacing import replaced
+from tests.featurize.small_nets import Stack
 
 WIDTH, HEADS, LENGTH, EXPERTS, CHOICES = 64, 4, 256, 8, 2
 
 
-class Attending(nn.Module):
-    """[N, L, WIDTH] -> the same, twice: attention and a linear layer."""
+class AttendingBlock(nn.Module):
+    """[N, L, WIDTH] -> the same: attention, and a part that is made for it or a linear layer."""
 
-    def __init__(self, causal=True, forward_part=None):
+    def __init__(self, make_part=None, causal=True):
         super().__init__()
-        make = forward_part or (lambda: nn.Linear(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"attention": SelfAttention(WIDTH, HEADS, causal=causal, dropout=0.0), "part": make()})
-            for _ in range(2)
-        )
+        self.attention = SelfAttention(WIDTH, HEADS, causal=causal, dropout=0.0)
+        self.part = make_part() if make_part else nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        for block in self.blocks:
-            x = x + block["attention"](x)
-            changed = block["part"](x)
-            x = x + (changed[0] if isinstance(changed, tuple) else changed)
-        return x
+        x = x + self.attention(x)
+        changed = self.part(x)
+        return x + (changed[0] if isinstance(changed, tuple) else changed)
+
+
+def attending(make_part=None, causal=True):
+    return Stack((AttendingBlock(make_part, causal) for _ in range(2)), nn.Identity())
 
 
 class Chosen(nn.Module):

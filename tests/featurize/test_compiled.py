@@ -13,7 +13,7 @@ from featurize.recording.step_trace import StepTrace
 from featurize.timing.calls import model_flops
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
-from tests.featurize.small_nets import Computes
+from tests.featurize.small_nets import Computes, Stack
 from tests.featurize.trace_sums import alive
 
 ROWS, WIDTH = 64, 32
@@ -33,22 +33,13 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net(blocks: int = 2) -> Stack:
+    return Stack((Block() for _ in range(blocks)), nn.Identity())
 
 
-class Reading(Net):
-    """Reads a value that is computed in the step, which no graph has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.isfinite().all().item() else x
+def reading() -> nn.Module:
+    """A model that reads a value that is computed in the step, which no graph has."""
+    return Computes(lambda net, x: net.inner(x) if x.isfinite().all().item() else x, inner=net())
 
 
 def chain() -> nn.Module:
@@ -67,7 +58,7 @@ def traced(model: nn.Module, **settings) -> StepTrace:
 
 @functools.cache
 def traced_net(**settings) -> StepTrace:
-    return traced(Net(), **settings)
+    return traced(net(), **settings)
 
 
 def saved_bytes(trace: StepTrace) -> int:
@@ -96,7 +87,7 @@ def really_saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 def test_a_compiled_model_saves_what_a_real_compiled_step_on_the_cpu_saves():
     torch.manual_seed(0)
-    really = really_saved_bytes(Net(), torch.randn(ROWS, WIDTH))
+    really = really_saved_bytes(net(), torch.randn(ROWS, WIDTH))
     trace = traced_net(compile=True)
     loss = 4
     assert saved_bytes(trace) == pytest.approx(really + loss, abs=1024)
@@ -106,7 +97,7 @@ def test_a_compiled_model_saves_what_a_real_compiled_step_on_the_cpu_saves():
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_models_that_the_caller_compiled_are_estimated_as_the_setting_does(how):
-    model = Net()
+    model = net()
     if how == "wrapped":
         model = torch.compile(model)
     else:
@@ -120,7 +111,7 @@ def test_models_that_the_caller_compiled_are_estimated_as_the_setting_does(how):
     ids=str,
 )
 def test_model_flops_of_compiled_checkpoints_are_those_of_the_model_without_any(way):
-    model = embedded(Net())
+    model = embedded(net())
     plain = sum(map(model_flops, traced(model).operators))
     trace = traced(model, compile=True, **{"checkpointing": "full", **way})
     assert sum(map(model_flops, trace.operators)) == plain
@@ -129,8 +120,8 @@ def test_model_flops_of_compiled_checkpoints_are_those_of_the_model_without_any(
 
 
 def test_what_cannot_be_captured_whole_is_compiled_block_by_block_and_said():
-    trace = traced(Reading(), compile=True)
-    assert saved_bytes(trace) < 0.9 * saved_bytes(traced(Reading()))
+    trace = traced(reading(), compile=True)
+    assert saved_bytes(trace) < 0.9 * saved_bytes(traced(reading()))
     assert trace.notes[0] == MODELLED and "the model is not captured" in trace.notes[1]
 
 
@@ -155,17 +146,15 @@ def test_a_compiled_loss_takes_no_memory_like_its_input_but_the_gradient():
     assert MODELLED in trace.notes
 
 
-class Checkpointed(Net):
-    """Calls torch's checkpoint itself, as transformers' models do."""
+def checkpointed(reentrant: bool) -> nn.Module:
+    """A model that calls torch's checkpoint itself, as transformers' models do, and whose input needs a gradient."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        for block in net.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
         return x
+
+    return embedded(Computes(forward, blocks=net().blocks))
 
 
 def embedded(model: nn.Module) -> nn.Module:
@@ -175,10 +164,10 @@ def embedded(model: nn.Module) -> nn.Module:
 
 def test_a_model_with_checkpoints_of_its_own_saves_what_a_real_compiled_step_on_the_cpu_saves():
     torch.manual_seed(0)
-    really = really_saved_bytes(embedded(Checkpointed(False)), torch.randn(ROWS, WIDTH))
-    trace = traced(embedded(Checkpointed(False)), compile=True)
+    really = really_saved_bytes(checkpointed(False), torch.randn(ROWS, WIDTH))
+    trace = traced(checkpointed(False), compile=True)
     assert saved_bytes(trace) == pytest.approx(really + 4, abs=1024)  # the loss
-    assert saved_bytes(trace) == saved_bytes(traced(embedded(Checkpointed(True)), compile=True))
+    assert saved_bytes(trace) == saved_bytes(traced(checkpointed(True), compile=True))
 
 
 class Layer(nn.Module):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_compiled import ROWS, WIDTH, Net, chain, traced, traced_net
+from test_compiled import ROWS, WIDTH, chain, net, traced, traced_net
 from torch import nn
 
 from featurize.device.device_spec import load_device
@@ -73,14 +73,14 @@ LOSS = {"forward": 2, "backward": 4}  # which is not compiled
 
 def test_as_many_kernels_run_as_inductor_schedules():
     launches = Counter()
-    for op in traced(Net(3), compile=True).operators:
+    for op in traced(net(3), compile=True).operators:
         launches[op.phase] += op.launches
     assert {phase: launches[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
 
 
-@pytest.mark.parametrize("net", [Net, chain])
-def test_a_compiled_step_takes_less_of_the_host_and_of_the_gpu(net):
-    eager, compiled = (time_step(traced(net(), compile=on), DEVICE, Training()) for on in (False, True))
+@pytest.mark.parametrize("model", [net, chain])
+def test_a_compiled_step_takes_less_of_the_host_and_of_the_gpu(model):
+    eager, compiled = (time_step(traced(model(), compile=on), DEVICE, Training()) for on in (False, True))
     assert compiled.host_ms < eager.host_ms and compiled.busy_ms < eager.busy_ms
 
 
@@ -98,7 +98,7 @@ def test_inductor_schedules_so_many_kernels(monkeypatch):
     monkeypatch.setattr(Scheduler, "codegen", noting)
     monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
     torch.manual_seed(0)
-    torch.compile(Net(3))(torch.randn(ROWS, WIDTH)).pow(2).sum().backward()
+    torch.compile(net(3))(torch.randn(ROWS, WIDTH)).pow(2).sum().backward()
     assert scheduled == list(INDUCTOR.values())
 
 

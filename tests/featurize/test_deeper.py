@@ -24,6 +24,7 @@ LAYOUTS = {
     "split": {"tp": 2, "tp_plan": PLAN},
     "split and sharded": {"fsdp": 4, "tp": 2, "tp_plan": PLAN},
 }
+INPUTS = torch.zeros(2, 32, dtype=torch.long)
 WAYS = {"plain": {}, "recomputed": {"checkpointing": "full"}, "two micro-steps": {"accumulation": 2}}
 
 
@@ -32,29 +33,23 @@ def net(depth=DEPTH):
     return Stack((Block(WIDTH) for _ in range(depth)), head, first=nn.Embedding(1000, WIDTH))
 
 
-def traced(build, layout, inputs, **training):
-    settings = Training(optimizer="adamw", **training)
-    return trace_step(build, inputs, device=SPEC, settings=settings, parallel=Parallel(**layout)), settings
-
-
-def assert_extended(model, layout, inputs, **training):
-    short = [with_blocks(model, count) for count in (SHALLOW, SHALLOW + 1)]
-    shallow, longer = (traced(lambda one=one: one, layout, inputs, **training)[0] for one in short)
+@pytest.mark.spread(18)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
+    model, settings = built_to_shorten(net), Training(optimizer="adamw", **WAYS[way])
+    models = (with_blocks(model, SHALLOW), with_blocks(model, SHALLOW + 1), model)
+    shallow, longer, whole = (
+        trace_step(lambda one=one: one, INPUTS, device=SPEC, settings=settings, parallel=Parallel(**LAYOUTS[layout]))
+        for one in models
+    )
     made = deeper(shallow, longer, alike_blocks(model) - SHALLOW)
-    whole, settings = traced(lambda: model, layout, inputs, **training)
     assert made.events == whole.events and made.parameter_bytes == whole.parameter_bytes
     assert replay(made, SPEC).peak_reserved == replay(whole, SPEC).peak_reserved
     assert made.collectives == whole.collectives
     assert simulate(made, SPEC, settings).step_time_ms == pytest.approx(
         simulate(whole, SPEC, settings).step_time_ms, rel=1e-3
     )
-
-
-@pytest.mark.spread(18)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
-    assert_extended(built_to_shorten(net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
 
 
 def test_blocks_that_differ_or_share_are_not_alike():

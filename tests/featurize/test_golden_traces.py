@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from golden_traces import expected, figures_of, golden, release
+from golden_traces import expected, figures_of, golden, installed_release
 
 from featurize.families import family_names
 
@@ -15,7 +15,7 @@ CASES = golden()["cases"]
 @pytest.mark.spread(3)  # golden features of every family are of such steps, too
 @pytest.mark.parametrize("name", CASES)
 def test_a_golden_step_takes_what_it_took_under_every_tested_release(name):
-    assert figures_of(CASES[name]["config"]) == expected(CASES[name], release())
+    assert figures_of(CASES[name]["config"]) == expected(CASES[name], installed_release())
 
 
 def test_every_family_has_a_golden_step_and_there_is_a_convolution():

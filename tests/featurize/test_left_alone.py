@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # before a trace imports it: it wraps torch.manual_seed for good
 import torch.distributed as dist
-from rank_nets import LENGTH, Attending
+from rank_nets import LENGTH, attending
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from torch import nn
 from torch.distributed import _functional_collectives as functional
@@ -73,7 +73,7 @@ TRACES = {
     "replicas": lambda: trace(linear, ddp=2),
     "shards": lambda: trace(linear, fsdp=2),
     "failing shards": lambda: trace(failing, fsdp=2),
-    "sequence": lambda: trace(Attending, (2, LENGTH, ATTENTION_WIDTH), cp=2),
+    "sequence": lambda: trace(attending, (2, LENGTH, ATTENTION_WIDTH), cp=2),
     "no sequence": lambda: trace(linear, cp=2),
 }
 

@@ -1,10 +1,11 @@
 """One rank of `fully_shard` in a trace, against real ranks that talk over gloo, and what ranks do not divide."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from rank_nets import LENGTH, Attending, Grouped, Mixture, efficient_attention_on_cpu, routed
+from rank_nets import LENGTH, Grouped, Mixture, attending, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import loss_of, watched_training
 from real_ranks import assert_like_real, some_ranks, train_cases, with_wide
@@ -44,6 +45,8 @@ WHOLE = {
     "split in three": ({"tp": 3, "tp_plan": PLAN}, lambda: Net(again=True)),
     "split and sharded": ({"fsdp": 2, "tp": 2, "tp_plan": PLAN, "param_dtype": "bf16"}, lambda: Net(again=True)),
 }
+mixing = partial(attending, Mixture)
+not_causal = partial(attending, causal=False)
 # The same of models whose ranks share a sequence, or the experts of a mixture.
 PARTS = {"blocks.*.part": "colwise_gather_output"}
 OF_EXPERTS = {
@@ -53,30 +56,30 @@ OF_EXPERTS = {
 }
 ROUTERS = {"blocks.*.part.router": "colwise_gather_output"}
 OF_PARTS = {
-    "sequence": ({"cp": 4}, Attending),
-    "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, Attending),
-    "sequence and shards": ({"fsdp": 2, "cp": 2}, Attending),
-    "sequence and replicas": ({"ddp": 2, "cp": 2}, Attending),
-    "sequence and split": ({"cp": 2, "tp": 2, "tp_plan": PARTS}, Attending),
-    "not causal": ({"cp": 4, "cp_load_balance": False}, lambda: Attending(causal=False)),
-    "experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=Mixture)),
-    "whole experts": ({"fsdp": 4, "ep": 4}, lambda: Attending(forward_part=Mixture)),
-    "fewer experts than shards": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(experts=2))),
-    "grouped experts": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=lambda: Mixture(Grouped))),
-    "experts with places": ({"fsdp": 4, "ep": 2}, lambda: Attending(forward_part=routed)),
-    "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, lambda: Attending(forward_part=Mixture)),
-    "split experts": ({"tp": 4, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
-    "split experts and shards": ({"fsdp": 2, "tp": 2, "tp_plan": OF_EXPERTS}, lambda: Attending(forward_part=Mixture)),
-    "split and experts": ({"tp": 4, "ep": 4, "tp_plan": ROUTERS}, lambda: Attending(forward_part=Mixture)),
+    "sequence": ({"cp": 4}, attending),
+    "rotated": ({"cp": 4, "cp_rotate": "alltoall"}, attending),
+    "sequence and shards": ({"fsdp": 2, "cp": 2}, attending),
+    "sequence and replicas": ({"ddp": 2, "cp": 2}, attending),
+    "sequence and split": ({"cp": 2, "tp": 2, "tp_plan": PARTS}, attending),
+    "not causal": ({"cp": 4, "cp_load_balance": False}, not_causal),
+    "experts": ({"fsdp": 4, "ep": 2}, mixing),
+    "whole experts": ({"fsdp": 4, "ep": 4}, mixing),
+    "fewer experts than shards": ({"fsdp": 4, "ep": 2}, lambda: attending(lambda: Mixture(experts=2))),
+    "grouped experts": ({"fsdp": 4, "ep": 2}, lambda: attending(lambda: Mixture(Grouped))),
+    "experts with places": ({"fsdp": 4, "ep": 2}, lambda: attending(routed)),
+    "replicas of experts": ({"ddp": 2, "fsdp": 2, "ep": 2}, mixing),
+    "split experts": ({"tp": 4, "tp_plan": OF_EXPERTS}, mixing),
+    "split experts and shards": ({"fsdp": 2, "tp": 2, "tp_plan": OF_EXPERTS}, mixing),
+    "split and experts": ({"tp": 4, "ep": 4, "tp_plan": ROUTERS}, mixing),
     "split, shards and experts": (
         {"fsdp": 2, "tp": 2, "ep": 4, "tp_plan": ROUTERS},
-        lambda: Attending(forward_part=Mixture),
+        mixing,
     ),
     "split and shards of experts": (
         {"fsdp": 2, "tp": 2, "ep": 2, "tp_plan": ROUTERS | OF_EXPERTS},
-        lambda: Attending(forward_part=Mixture),
+        mixing,
     ),
-    "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, lambda: Attending(forward_part=Mixture)),
+    "sequence and experts": ({"fsdp": 2, "cp": 2, "ep": 4}, mixing),
 }
 CASES = WHOLE | OF_PARTS
 PLAIN = (  # others have all that these have, and all their dimensions together
@@ -247,11 +250,14 @@ def test_what_does_not_fit_the_model_is_refused_with_what_it_has(options, messag
         traced(options)
 
 
-class Masked(Attending):
-    def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-        heads = x.unflatten(2, (4, -1)).transpose(1, 2)
-        return super().forward(functional.scaled_dot_product_attention(heads, heads, heads, mask).flatten(2))
+def attends_masked(net, x):
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+    heads = net.line(x).unflatten(2, (4, -1)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, mask).flatten(2)
+
+
+def masked():
+    return Computes(attends_masked, line=nn.Linear(ATTENTION_WIDTH, ATTENTION_WIDTH))
 
 
 def listed():
@@ -268,12 +274,12 @@ def divided(make, length=LENGTH, **options):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Attending, {"length": 250}, "a sequence of 250 does not divide into 8 parts .two parts for"),
-        (Attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .a part for each rank"),
-        (Masked, {}, "attention with a mask does not run over several ranks"),
-        (lambda: Attending(causal=False), {}, "are of causal attention only; give cp_load_balance=false"),
-        (Attending, {"length": 64}, "row sums of 32 queries or a multiple, and a part of the sequence has 8"),
-        (Attending, {"length": 192, "cp_load_balance": False}, "has 48; .* a multiple of 128 tokens"),
+        (attending, {"length": 250}, "a sequence of 250 does not divide into 8 parts .two parts for"),
+        (attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .a part for each rank"),
+        (masked, {}, "attention with a mask does not run over several ranks"),
+        (not_causal, {}, "are of causal attention only; give cp_load_balance=false"),
+        (attending, {"length": 64}, "row sums of 32 queries or a multiple, and a part of the sequence has 8"),
+        (attending, {"length": 192, "cp_load_balance": False}, "has 48; .* a multiple of 128 tokens"),
         (lambda: nn.Linear(ATTENTION_WIDTH, 3), {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
     ],
 )
@@ -292,9 +298,9 @@ def test_an_input_without_a_sequence_is_refused():
 @pytest.mark.parametrize(
     ("make", "ranks", "message"),
     [
-        (lambda: Attending(forward_part=Mixture), 3, "=3 does not divide the 8 experts of .*; ep can be 2, 4, 8"),
+        (mixing, 3, "=3 does not divide the 8 experts of .*; ep can be 2, 4, 8"),
         (listed, 4, "experts .ModuleList. is not divided; what is: a module named `experts` whose parameters"),
-        (Attending, 4, "the model has no experts of a known kind"),
+        (attending, 4, "the model has no experts of a known kind"),
     ],
 )
 def test_experts_that_are_not_divided_are_refused(make, ranks, message):
