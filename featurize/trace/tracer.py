@@ -32,7 +32,7 @@ from featurize.operators.torch_releases import complete, require_traceable
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.recorder import Recorder
-from featurize.recording.skeleton import BuiltOnMeta, build_on_meta, empty_copy, survey, unwrapped
+from featurize.recording.skeleton import BuiltOnMeta, Survey, build_on_meta, empty_copy, survey, unwrapped
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import (
     Inputs,
@@ -69,11 +69,11 @@ class TraceError(Exception):
         self.operator, self.module = operator, module
         where = f" in operator {operator}" if operator else ""
         where += f" {'of' if operator else 'in'} module {module!r}" if module else ""
-        super().__init__(f"{doing}{where}: {exception_line(cause)}")
-        self._made_of = doing, operator, module, cause
+        super().__init__(doing, operator, module, cause)
+        self._text = f"{doing}{where}: {exception_line(cause)}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._made_of
+    def __str__(self) -> str:
+        return self._text
 
 
 def trace_config(
@@ -231,9 +231,7 @@ class Tracing:
     targets: Sequence[Tensor | None] | None = None
     repeats: bool = True
     doing: str = field(init=False, default="the model cannot be built on the meta device")
-    _notes: dict[str, None] = field(init=False, default_factory=dict)
-    _compiled: dict[str, None] = field(init=False, default_factory=dict)
-    _functions: bool = field(init=False, default=False)  # modules hold compiled functions
+    _survey: Survey = field(init=False, default=Survey((), (), False))  # of the model as it was given
     _heads: list[int] = field(init=False, default_factory=lambda: [0])
     _makes_target: bool = field(init=False, default=False)  # in the first step
     _made_target: Tensor | None = field(init=False, default=None)
@@ -251,14 +249,11 @@ class Tracing:
         built = self._on_meta(model)
         if training.float8 is not None:
             require_8_bits(self.spec)
-        if training.compile:
-            self._compiled[""] = None
+        self._compiled = [*self._survey.compiled, *([""] if training.compile else ())]
         mode = training.compile if isinstance(training.compile, str) else ""
-        if mode.startswith("max-autotune"):
-            self._notes[AUTOTUNED] = None
         graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
         regions, loss = None, self.loss
-        if self._compiled or self._functions or loss is not None:
+        if self._compiled or self._survey.functions or loss is not None:
             alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
             regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
             loss = regions.loss(loss)
@@ -318,8 +313,10 @@ class Tracing:
             mix = BatchMix(
                 given=len(self._order), shapes=len(self._met_at), longest=self._met_at[self._longest], order=steps
             )
-        self._notes.update(dict.fromkeys([PRICED] * multiplies_8_bits(operators)))
-        mixed = [COMPILED_SHAPES] if mix is not None and self._compiled else ()
+        notes = [*(() if self._regions is None else self._regions.notes()), *self._survey.notes]
+        notes += [AUTOTUNED] * str(self._training.compile).startswith("max-autotune")
+        notes += [PRICED] * multiplies_8_bits(operators)
+        notes += [COMPILED_SHAPES] * (mix is not None and bool(self._compiled))
         trace = StepTrace(
             operators=operators,
             events=events,
@@ -329,7 +326,7 @@ class Tracing:
             compute_capability=self.spec.compute_capability,
             widest_head=None if self._compiled else max(self._heads),  # a compiler need not call Python
             assumed=tuple(recorder.values.assumed),
-            notes=(*(() if self._regions is None else self._regions.notes()), *self._notes, *mixed),
+            notes=tuple(notes),
             mix=mix,
             graph_input_bytes=graphs.input_bytes if graphs is not None else None,
             collectives=self._rank.collectives(),
@@ -340,30 +337,23 @@ class Tracing:
     # -- the model
 
     def _on_meta(self, model: nn.Module | Callable[[], nn.Module]) -> Any:
-        """Return the model on meta: without wrappers, whose remarks are noted."""
+        """Return the model on meta, without its wrappers."""
 
-        def noted(module: nn.Module) -> nn.Module:
-            """Note the properties that a copy of the model no longer shows."""
-            wrappers = survey(module)
-            self._notes.update(dict.fromkeys(wrappers.notes))
-            self._compiled.update(dict.fromkeys(wrappers.compiled))
-            self._functions |= wrappers.functions
-            return module
-
-        def factory() -> Any:
-            made: Any = model()
-            return noted(made) if isinstance(made, nn.Module) else made
+        def surveyed(made: Any) -> Any:
+            if isinstance(made, nn.Module):
+                self._survey = survey(made)  # a copy no longer shows all of it
+            return made
 
         if isinstance(model, nn.Module):
-            built = empty_copy(noted(model))
+            built = empty_copy(surveyed(model))
         elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
-            built = noted(taken)
+            built = surveyed(taken)
         else:
-            built = attention.building(lambda: build_on_meta(factory))
+            built = attention.building(lambda: build_on_meta(lambda: surveyed(model())))
         if not isinstance(built, nn.Module):
             return built
         _require_trainable(built)
-        if self._notes or self._compiled:
+        if self._survey.notes or self._survey.compiled:
             built = unwrapped(built)
         if "bitsandbytes" in sys.modules:
             replace_bitsandbytes(built)
