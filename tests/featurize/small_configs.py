@@ -6,14 +6,12 @@ Start reading at `small_config`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from featurize.configs.dimensions import default_space
 from featurize.configs.draws import Limits, sample
 from featurize.configs.features import feature_columns
-from featurize.configs.space import Space, parse_space, space_of_mapping
+from featurize.configs.space import Space, parse_space
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
@@ -29,17 +27,13 @@ TRAINING = {
 
 def small_config(family: str, index: int) -> TrialConfig:
     """The config of that index in the lower eighth of `conf/arch/FAMILY.yaml`, with any training settings."""
-    small = {name: _cut(spec) for name, spec in OmegaConf.to_container(_arch(family).space).items()}
+    small = {name: _cut(spec) for name, spec in default_space(family).items()}
     return sample(parse_space(family, {**small, **TRAINING}), seed=0, index=index, limits=LIMITS)
 
 
 def own_space(family: str) -> Space:
     """The search space of `conf/arch/FAMILY.yaml`."""
-    return space_of_mapping(OmegaConf.to_container(_arch(family)))
-
-
-def _arch(family: str) -> Any:
-    return OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
+    return parse_space(family, default_space(family))
 
 
 def _cut(spec: Any) -> Any:

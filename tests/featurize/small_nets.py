@@ -31,17 +31,6 @@ def dense(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
 
 
-def stops_in_backward(width: int) -> nn.Linear:
-    """A linear layer whose backward pass fails with `in the middle`."""
-
-    def stop(*_: Any) -> None:
-        raise RuntimeError("in the middle")
-
-    layer = nn.Linear(width, width)
-    layer.register_full_backward_hook(stop)
-    return layer
-
-
 class Block(nn.Module):
     """Feed-forward part of a transformer block: x + narrow(activation(wide(norm(x)))); the norm may be left out."""
 

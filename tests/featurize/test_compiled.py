@@ -14,7 +14,7 @@ from featurize.timing.calls import model_flops
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, Stack
-from tests.featurize.trace_sums import alive
+from tests.featurize.trace_sums import alive_after
 
 ROWS, WIDTH = 64, 32
 
@@ -63,8 +63,7 @@ def traced_net(**settings) -> StepTrace:
 
 def saved_bytes(trace: StepTrace) -> int:
     """Bytes of the activations that are alive when the backward pass of the second step begins."""
-    first = next(i for i, event in enumerate(trace.events) if event.step == 2 and event.phase == "backward")
-    return alive(trace, first)["activation"]
+    return alive_after(trace, 2, "forward")["activation"]
 
 
 def really_saved_bytes(model: nn.Module, x: Tensor) -> int:

@@ -22,7 +22,7 @@ from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.training_step import Training
-from tests.featurize.small_nets import Computes, linear_then, stops_in_backward
+from tests.featurize.small_nets import Computes, linear_then
 
 OWNERS = (
     *(torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys),
@@ -46,7 +46,14 @@ def recurrent():
 
 
 def failing():
-    return stops_in_backward(4)
+    """A linear layer whose backward pass fails."""
+
+    def stop(*_):
+        raise RuntimeError("in the middle")
+
+    layer = linear()
+    layer.register_full_backward_hook(stop)
+    return layer
 
 
 def trace(model, shape=(2, 4), precision="fp32", **layout):

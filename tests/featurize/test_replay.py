@@ -163,13 +163,10 @@ def test_allocator_settings_are_those_of_the_process():
     assert [replay(trace, small, allocator=part).fits for part in fractions] == [True, False]
 
 
-def network() -> nn.Module:
-    convolutions = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
-    return nn.Sequential(convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
 @pytest.fixture(scope="module")
 def trace() -> StepTrace:
+    convolutions = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
+    network = nn.Sequential(convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     return trace_step(network, torch.zeros(16, 3, 128, 128, device="meta"))
 
 

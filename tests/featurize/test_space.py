@@ -8,10 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from conf.errors import UsageError
-from featurize.configs.dimensions import Range
+from featurize.configs.dimensions import Range, default_space
 from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
@@ -77,10 +76,6 @@ def limits_said(family, given):
     with pytest.raises(UsageError) as caught:
         require_within_limits(parse_space(family, given))
     return str(caught.value)
-
-
-def own(family):
-    return OmegaConf.to_container(OmegaConf.load(next(path for path in ARCH if path.stem == family)))["space"]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +147,7 @@ def test_a_value_beyond_the_family_s_limits_is_named_with_them(family, name, spe
 def test_every_family_refuses_a_batch_size_below_1_in_every_form(family):
     for spec in (0, [8, 0], {"low": 0, "high": 8}):
         assert "batch_size must be an integer >= 1, got 0" in limits_said(family, {"batch_size": spec})
-    require_within_limits(parse_space(family, own(family)))
+    require_within_limits(parse_space(family, default_space(family)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +161,7 @@ def test_every_family_refuses_a_batch_size_below_1_in_every_form(family):
     ],
 )
 def test_a_number_that_no_config_of_the_space_would_have_is_named(family, given, problem):
-    assert problem in limits_said(family, own(family) | given)
+    assert problem in limits_said(family, default_space(family) | given)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +183,7 @@ def test_a_number_that_no_config_of_the_space_would_have_is_named(family, given,
     ],
 )
 def test_a_number_that_some_config_has_or_that_has_no_effect_or_is_rounded_is_accepted(family, given):
-    require_within_limits(parse_space(family, own(family) | given))
+    require_within_limits(parse_space(family, default_space(family) | given))
 
 
 @pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 400)])
