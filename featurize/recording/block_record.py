@@ -367,6 +367,7 @@ def traits_of(func: OpOverload) -> Traits:
     return Traits(func)
 
 
+@functools.cache
 def is_composite(func: OpOverload) -> bool:
     """Return whether an operator is composed of others, into which autograd decomposes it."""
     return _has_kernel(func, "CompositeImplicitAutograd")

@@ -199,25 +199,26 @@ class OwnOptimizer:
 class OptimizerInBackward(OwnOptimizer):
     """An optimizer for each parameter, which steps in the backward pass and then frees the gradient.
 
-    `around(parameter)` is entered for each step.
+    `on_phase` is called with the name of each phase that begins: `optimizer` for a step, then `backward` again.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        around: Callable[[Tensor], contextlib.AbstractContextManager[None]],
+        on_phase: Callable[[str], None],
     ) -> None:
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {p: make([p]) for p in parameters if p.requires_grad}
-        self.inner, self._around = self.optimizers.values(), around
+        self.inner, self._on_phase = self.optimizers.values(), on_phase
         for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: Tensor) -> None:
         optimizer = self.optimizers[parameter]
-        with self._around(parameter):
-            run_step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+        self._on_phase("optimizer")
+        run_step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        self._on_phase("backward")
 
 
 class OptimizerOnHost(OwnOptimizer):

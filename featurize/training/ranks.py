@@ -6,7 +6,6 @@ whose import is slow.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,7 +90,7 @@ class Ranks:
             return NotImplemented
         name = func._schema.name
         if name.startswith("aten::"):
-            if not _is_composite(func):
+            if not is_composite(func):
                 return KERNEL
             with self._recorder:  # operators below DTensor were not decomposed above it
                 return func.decompose(*args, **kwargs)
@@ -134,9 +133,6 @@ class Ranks:
             group = dist.ProcessGroup.unbox(group)
         name = group if isinstance(group, str) else getattr(group, "group_name", "")
         return self._axes.get(name) or own_axis(name)
-
-
-_is_composite = functools.cache(is_composite)
 
 
 def own_axis(group: Any) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -223,7 +223,7 @@ class TrainingStep:
         if update is not None:
             self.optimizer = update(make)
         elif settings.optimizer_in_backward:
-            self.optimizer = OptimizerInBackward(self._parameters, make, self._while_updating)
+            self.optimizer = OptimizerInBackward(self._parameters, make, lambda phase: self.on_phase(phase))
         elif settings.offload_optimizer:
             self.optimizer = OptimizerOnHost(model)
         elif elementwise and any(map(is_shared, self._parameters)):
@@ -232,12 +232,6 @@ class TrainingStep:
             self.optimizer = LocalOptimizer(self._parameters, make)
         else:
             self.optimizer = make(self._parameters)
-
-    @contextlib.contextmanager
-    def _while_updating(self, parameter: Tensor) -> Iterator[None]:
-        self.on_phase("optimizer")
-        yield
-        self.on_phase("backward")
 
     def zero_grad(self) -> None:
         """Free the gradients, or fill them with zeros, by the settings."""

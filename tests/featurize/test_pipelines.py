@@ -130,12 +130,9 @@ def tied():
 
 
 def test_a_parameter_that_two_stages_use_is_on_both():
-    def square(output, _target):
-        return output.square().mean()
-
     inputs = torch.empty(BATCH, WIDTH, device="meta")
     whole, *stages = (
-        trace_step(tied, inputs, loss=square, rank=rank, parallel=layout)
+        trace_step(tied, inputs, loss=lambda output, _: output.square().mean(), rank=rank, parallel=layout)
         for rank, layout in ((None, None), (0, Parallel(pp=2)), (1, Parallel(pp=2)))
     )
     assert sum(one.parameter_bytes for one in stages) == whole.parameter_bytes + WIDTH * WIDTH * 4

@@ -34,10 +34,6 @@ def images(device, batch=4, side=16):
     return (torch.randn(batch, 3, side, side, device=device),), torch.randint(CLASSES, (batch,), device=device)
 
 
-def names(trace, phase=None):
-    return [op.name for op in trace.operators if phase in (None, op.phase)]
-
-
 def test_adam_peaks_in_its_update_with_five_times_the_parameters():
     trace = trace_step(mlp, vectors, settings=Training(optimizer="adam"), training_loop=False)
     assert trace.parameter_bytes == MLP_BYTES and trace.parameters == MLP_BYTES // 4
@@ -232,7 +228,8 @@ def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row_unless_its_weight_is_of
     )
     made = {block.nbytes for block in trace.blocks if block.operator == "aten::_fused_rms_norm"}
     assert made == ({2 * BATCH * WIDTH, 4 * BATCH} if weight is torch.bfloat16 else set())
-    assert ("aten::_fused_rms_norm_backward" in names(trace)) is (weight is torch.bfloat16)
+    backward = "aten::_fused_rms_norm_backward" in {op.name for op in trace.operators}
+    assert backward is (weight is torch.bfloat16)
 
 
 # -- recurrent layers as cuDNN runs them, against sizes that can be counted and a reserve that was published
