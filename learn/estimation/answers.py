@@ -156,7 +156,7 @@ def _recall(entry: str, keys: Sequence[str]) -> dict[str, Estimate | CommandErro
     """Return the answers that are in memory, or in an entry of the user's cache, by key."""
     known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
     if others := [key for key in keys if key not in known]:
-        (stored,) = recall(entry)
+        stored = recall(entry)
         for key in others:
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
                 known[key] = Estimate.from_mapping(stored[key])
