@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -76,14 +75,23 @@ _DESCENT = Descent(
 )
 SETTINGS = Training(precision="tf32")  # settings of Zeus' jobs
 _CELL = "CAST(json_extract_string(origin, '$.value') AS DOUBLE)"
-# Job, limit in W, power in W, time of an epoch, ms of a step.
+# Job; limits in W at which both power and time are known, ascending, or NULL; by limit the power in W, the time of an
+# epoch, and the ms of a step.
 _MEASURED = (
-    "SELECT device_name, json_extract_string(origin, '$.model'), json_extract_string(origin, '$.dataset'), batch_size, "
-    "json_extract_string(origin, '$.optimizer'), CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE), "
-    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NOT NULL), "
-    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NULL), "
-    "last(step_time_ms ORDER BY run_id) FILTER (step_time_ms IS NOT NULL) "
-    f"FROM runs WHERE source = 'imported' AND job_id = 'import-{ZEUS}' AND status = 'ok' GROUP BY ALL"
+    "WITH limits AS (SELECT device_name, json_extract_string(origin, '$.model') AS model, "
+    "json_extract_string(origin, '$.dataset') AS dataset, batch_size, "
+    "json_extract_string(origin, '$.optimizer') AS optimizer, "
+    "CAST(json_extract_string(origin, '$.power_limit_w') AS DOUBLE) AS limit_w, "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NOT NULL) AS watts, "
+    f"last({_CELL} ORDER BY run_id) FILTER (power_w IS NULL) AS epoch, "
+    "last(step_time_ms ORDER BY run_id) FILTER (step_time_ms IS NOT NULL) AS step_ms, "
+    "watts IS NOT NULL AND epoch IS NOT NULL AS known "
+    f"FROM runs WHERE source = 'imported' AND job_id = 'import-{ZEUS}' AND status = 'ok' GROUP BY ALL) "
+    "SELECT device_name, model, dataset, batch_size, list(limit_w ORDER BY limit_w) FILTER (known), "
+    "list(watts ORDER BY limit_w) FILTER (known), list(epoch ORDER BY limit_w) FILTER (known), "
+    "list(step_ms ORDER BY limit_w) FILTER (known) "
+    "FROM limits GROUP BY device_name, model, dataset, batch_size, optimizer "
+    "ORDER BY device_name, model, dataset, batch_size, optimizer"
 )
 Progress = Callable[[str, int, int], None]
 
@@ -141,31 +149,26 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
         data: The data folder; None: the default one.
         progress: Called before each trace with a text, the number of completed traces and their total.
     """
-    jobs: dict[tuple[Any, ...], dict[float, tuple[float | None, ...]]] = defaultdict(dict)
-    for *job, limit_w, power_w, time, step_ms in query_rows(data, _MEASURED):
-        if (job[1], job[2]) in JOBS:
-            jobs[tuple(job)][limit_w] = power_w, time, step_ms
+    jobs = [job for job in query_rows(data, _MEASURED) if (job[1], job[2]) in JOBS]
     calls: dict[tuple[Any, ...], Calls] = {}
 
-    def read(job: tuple[tuple[Any, ...], dict[float, tuple[Any, ...]]]) -> MeasuredPower:
-        (*alike, _), by_limit = job
-        name, model, dataset, batch = key = tuple(alike)
-        spec, limits = describe_gpu(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
-        if not limits:
+    def read(job: tuple[Any, ...]) -> MeasuredPower:
+        name, model, dataset, batch, limits, power_w, times, step_ms = job
+        spec, key = describe_gpu(name), job[:4]
+        if limits is None:
             raise RowLeftOut("jobs without both power and time at a limit")
         if key not in calls:
             calls[key] = zeus_calls(model, dataset, batch, spec)
-        power_w, times, _ = ({limit: by_limit[limit][column] for limit in limits} for column in range(3))
         return MeasuredPower(
             model=f"{model}/{dataset}",
             device=spec,
             calls=calls[key],
-            power_w=power_w,
-            times=times,
-            step_ms=by_limit[limits[-1]][2],
+            power_w=dict(zip(limits, power_w, strict=True)),
+            times=dict(zip(limits, times, strict=True)),
+            step_ms=step_ms[-1],
         )
 
-    return read_each(sorted(jobs.items()), read, progress)
+    return read_each(jobs, read, progress)
 
 
 class _PowerFit:
@@ -392,13 +395,16 @@ _DRAWN = (
     "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) = 1 "
     "AND CAST(json_extract_string(origin, '$.micro_batches') AS DOUBLE) <= 4 ORDER BY md5(run_id) LIMIT ?"
 )
-# Tests of small models, which hosts bound; the second run of a test is on the same kind of machine.
+# Degrees of freedom and squared deviations of the logarithms of a test's times on different machines. Tests of small
+# models, which hosts bound; the second run of a test is on the same kind of machine.
 _TESTED = (
-    "SELECT json_extract_string(origin, '$.test_case'), avg(ln(step_time_ms)) FROM runs "
+    "SELECT coalesce(sum(machines - 1), 0), sum(machines * spread) FROM "
+    "(SELECT count(log_ms) AS machines, var_pop(log_ms) AS spread FROM "
+    "(SELECT json_extract_string(origin, '$.test_case') AS test_case, avg(ln(step_time_ms)) AS log_ms FROM runs "
     "WHERE job_id = 'import-megatron' AND status = 'ok' "
     "AND CAST(json_extract_string(origin, '$.hidden') AS INTEGER) <= 1024 "
     "GROUP BY json_extract_string(origin, '$.test_case'), device_name, "
-    "replace(json_extract_string(origin, '$.environment'), ' second run', '')"
+    "replace(json_extract_string(origin, '$.environment'), ' second run', '')) GROUP BY test_case)"
 )
 
 
@@ -434,13 +440,10 @@ def fit_hosts(
 
 def _machines(data: str | os.PathLike[str] | None) -> float | None:
     """Return the factor that 9 of 10 machines stay below, relative to the mean one; None for too few rows."""
-    rows = query_rows(data, _TESTED)
-    of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
-    degrees = sum(len(logs) - 1 for logs in of_test)
+    ((degrees, squares),) = query_rows(data, _TESTED)
     if degrees < _LEAST:
         return None
-    spread = math.sqrt(sum(float(np.sum((logs - logs.mean()) ** 2)) for logs in of_test) / degrees)
-    return round(math.exp(NormalDist().inv_cdf(0.9) * spread), 4)
+    return round(math.exp(NormalDist().inv_cdf(0.9) * math.sqrt(squares / degrees)), 4)
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
