@@ -155,7 +155,7 @@ SAILOR, LIGER = "sailor", "liger"  # sources whose rows are the few kernels of a
 PRODUCTS = "products"  # source whose rows are one large product, timed in a series of many
 ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds overhead to each
 _NO_STEPS = (*ALONE, PRODUCTS)
-SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
+SHARDED = "llm_foundry"  # source of steps with FSDP: weights arrive and gradients leave while the GPU computes
 # Start of the fit and its limits: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
@@ -221,33 +221,21 @@ class FittedTimes:
 
     Args:
         parameters: The efficiencies.
-        instrument_ms: (GPU model, operator) -> overhead of timing one kernel.
-        leftover: Source of `SHARDED` -> factor by which its kernels take longer than alone. It stays out of the
-            efficiencies; a source that was left out has the others' median.
+        instrument_ms: (GPU model, operator) -> overhead of timing one kernel, of each kernel timed alone. Where nothing
+            was fitted on, it is the median of the operator's on other GPU models.
+        leftover: Factor by which kernels in a step of `SHARDED` take longer than alone. It stays out of the
+            efficiencies.
     """
 
     parameters: Parameters
     instrument_ms: Mapping[tuple[str, str], float]
-    leftover: Mapping[str, float]
-
-    def instrument(self, row: MeasuredTime) -> float:
-        """Return the overhead in ms of timing the row's kernel; the others' median for a GPU model that was left
-        out."""
-        key = row.device.name, row.group
-        others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
-        return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
+    leftover: float
 
     def row_ms(self, row: MeasuredTime, busy_ms: float, host_ms: float) -> float:
         """Return the time of a row in ms, from its kernels' time and its host's."""
         if row.source in ALONE:
-            return busy_ms + self.instrument(row)
-        return overlap_times(busy_ms * self.factor(row.source), host_ms)
-
-    def factor(self, source: str) -> float:
-        """Return the factor by which a source's kernels take longer than alone."""
-        if source not in SHARDED:
-            return 1.0
-        return self.leftover.get(source) or float(np.median([*self.leftover.values()] or [math.exp(_LEFTOVER)]))
+            return busy_ms + self.instrument_ms[row.device.name, row.group]
+        return overlap_times(busy_ms * self.leftover if row.source == SHARDED else busy_ms, host_ms)
 
 
 class TimeFit:
@@ -273,7 +261,7 @@ class TimeFit:
         self.instrument = torch.tensor([self.instruments.index(instrument) for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
-        self.is_sharded = of_rows(row.source in SHARDED for row in rows)
+        self.is_sharded = of_rows(row.source == SHARDED for row in rows)
         self.kernels, self.count, self.row = self._all_kernels(self.names)
 
     def _all_kernels(
@@ -299,19 +287,18 @@ class TimeFit:
             return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
 
         values = descend(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
+        added_ms = dict(zip(self.instruments, torch.exp(values["instrument"]).tolist(), strict=True))
         measured = {self.instruments[place] for place in self.instrument[torch.tensor(of)].tolist()}
-        sharded = set(self.sources[of].tolist()) & set(SHARDED)
-        added_ms = torch.exp(values["instrument"]).tolist()
+
+        def usual_ms(operator: str) -> float:
+            known = [added_ms[key] for key in measured if key[1] == operator]
+            return float(np.median(known)) if known else INSTRUMENT_MS
+
+        sharded = self.host[torch.tensor(of & (self.sources == SHARDED))].tolist()
         return FittedTimes(
             parameters=self._parameters(values, np.asarray),
-            instrument_ms={
-                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in measured and key[0]
-            },
-            leftover={
-                str(source): math.exp(value)
-                for source, value in zip(self.hosts, values["leftover"].tolist(), strict=True)
-                if source in sharded
-            },
+            instrument_ms={key: ms if key in measured else usual_ms(key[1]) for key, ms in added_ms.items()},
+            leftover=math.exp(values["leftover"].tolist()[sharded[0]] if sharded else _LEFTOVER),
         )
 
     def row_weights(self, of: np.ndarray) -> np.ndarray:

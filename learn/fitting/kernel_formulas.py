@@ -27,7 +27,6 @@ from learn.estimators.kernel_fitting import (
     ALONE,
     INSTRUMENT_MS,
     KERNELS,
-    SHARDED,
     TOLERANCE,
     Descent,
     FittedTimes,
@@ -338,8 +337,9 @@ def kernel_model(fit: TimeFit) -> Formula:
 def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
     """Return the kernel model with the packaged efficiencies, independent of the rows."""
     learned = load_efficiencies()
-    leftover = dict.fromkeys(SHARDED, learned.sharded)
-    ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
+    instrument_ms = dict.fromkeys(fit.instruments, INSTRUMENT_MS)
+    packaged = FittedTimes(parameters=learned.parameters, instrument_ms=instrument_ms, leftover=learned.sharded)
+    ratios = fit.log_ratios(packaged)
     return lambda _: ratios
 
 
@@ -415,7 +415,7 @@ def efficiencies_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParame
     fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))
     return LearnedEfficiencies(
         parameters=fitted.parameters,
-        sharded=fitted.factor(SHARDED[0]),
+        sharded=fitted.leftover,
         activity=activity,
         error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
         fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
