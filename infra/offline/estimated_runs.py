@@ -63,7 +63,7 @@ class Figure:
     Args:
         section: Section of the page that shows it.
         title: Name with unit.
-        measured: Returns the value of a row in `runs`; None if it was not measured.
+        measured: Column of `_RUNS`, NULL if it was not measured.
         estimated: Returns the estimate's value.
         off: Median error of a family beyond which it is listed; None for a figure that has no rule.
         target: Target of its packaged models, if there are some.
@@ -71,14 +71,10 @@ class Figure:
 
     section: str
     title: str
-    measured: Callable[[Mapping[str, Any]], float | None]
+    measured: str
     estimated: Callable[[Estimate], float | None]
     off: float | None = None
     target: str | None = None
-
-
-def _energy_a_step(run: Mapping[str, Any]) -> float | None:
-    return run["energy_j"] / run["steps"] if run["energy_j"] and run["steps"] else None
 
 
 def _process_mib(estimate: Estimate) -> float:
@@ -92,31 +88,18 @@ def _power(estimate: Estimate) -> float | None:
 
 FIGURES: Mapping[str, Figure] = {
     "allocated": Figure(
-        "Memory",
-        "allocated memory, MiB",
-        lambda run: run["peak_allocated_mib"],
-        lambda own: own.allocated_mib,
-        MEMORY_OFF,
+        "Memory", "allocated memory, MiB", "peak_allocated_mib", lambda own: own.allocated_mib, MEMORY_OFF
     ),
-    "reserved": Figure(
-        "Memory", "reserved memory, MiB", lambda run: run["peak_reserved_mib"], lambda own: own.reserved_mib, MEMORY_OFF
-    ),
-    "process": Figure(
-        "Memory", "process memory, MiB", lambda run: run["peak_memory_mib"], _process_mib, target="memory"
-    ),
+    "reserved": Figure("Memory", "reserved memory, MiB", "peak_reserved_mib", lambda own: own.reserved_mib, MEMORY_OFF),
+    "process": Figure("Memory", "process memory, MiB", "peak_memory_mib", _process_mib, target="memory"),
     "step_time": Figure(
-        "Activity",
-        "step time, ms",
-        lambda run: run["step_time_ms"],
-        lambda own: own.step_time_ms,
-        TIME_OFF,
-        "step_time",
+        "Activity", "step time, ms", "step_time_ms", lambda own: own.step_time_ms, TIME_OFF, "step_time"
     ),
-    "smact": Figure("Activity", "SMACT", lambda run: run["smact"], lambda own: own.smact, RATIO_OFF, "smact"),
-    "smocc": Figure("Activity", "SMOCC", lambda run: run["smocc"], lambda own: own.smocc, RATIO_OFF, "smocc"),
-    "drama": Figure("Activity", "DRAMA", lambda run: run["drama"], lambda own: own.drama, RATIO_OFF, "drama"),
-    "power": Figure("Energy", "power, W", lambda run: run["power_w"], _power, TIME_OFF),
-    "energy": Figure("Energy", "energy of a step, J", _energy_a_step, lambda own: own.energy_j),
+    "smact": Figure("Activity", "SMACT", "smact", lambda own: own.smact, RATIO_OFF, "smact"),
+    "smocc": Figure("Activity", "SMOCC", "smocc", lambda own: own.smocc, RATIO_OFF, "smocc"),
+    "drama": Figure("Activity", "DRAMA", "drama", lambda own: own.drama, RATIO_OFF, "drama"),
+    "power": Figure("Energy", "power, W", "power_w", _power, TIME_OFF),
+    "energy": Figure("Energy", "energy of a step, J", "step_energy_j", lambda own: own.energy_j),
 }
 # Tables of `views.sql`, which says what they hold.
 _FIGURES = pa.schema(
@@ -136,7 +119,8 @@ _ESTIMATES = pa.schema(
 )
 _MODELLED = pa.schema([("run_id", pa.string()), ("operator", pa.string()), ("ms", pa.float64())])
 _RUNS = f"""
-    SELECT *, CASE {" ".join(f"WHEN {condition} THEN '{kind}'" for kind, condition in SOURCES.items())} END AS kind,
+    SELECT *, CASE WHEN energy_j <> 0 THEN energy_j / nullif(steps, 0) END AS step_energy_j,
+        CASE {" ".join(f"WHEN {condition} THEN '{kind}'" for kind, condition in SOURCES.items())} END AS kind,
         CASE WHEN group_id IS NOT NULL THEN 'beside other jobs: see Pairs'
             WHEN quality = 'untrusted' THEN 'labels untrusted by the farm''s checks'
             WHEN status <> 'ok' AND NOT (status = 'oom' AND coalesce(oom_kind, '') = 'device')
@@ -302,7 +286,7 @@ def _rows(run: Mapping[str, Any], estimator: str, estimate: Estimate) -> Iterato
     about = {name: run[name] for name in _KEPT}
     about |= {"estimator": estimator, "upper_mib": estimate.upper_mib, "fits": estimate.fits(card_mib)}
     for name, figure in FIGURES.items():
-        measured = figure.measured(run) if run["status"] == "ok" else None
+        measured = run[figure.measured] if run["status"] == "ok" else None
         estimated = figure.estimated(estimate)
         target = figure.target or ""
         is_of_loop = target == "memory" or estimate.loops.get(target) == RESIDENT  # memory hardly depends on the loop
