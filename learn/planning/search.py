@@ -6,6 +6,7 @@ those of two shallow copies; `featurize.recording.deeper` repeats a block's part
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -135,10 +136,7 @@ class MicroBatches:
         most = size or self.given
         if self.per_replica is None:
             return most
-        chosen = 1
-        while chosen * 2 <= most and self.per_replica % (chosen * 2) == 0:
-            chosen *= 2
-        return chosen
+        return math.gcd(self.per_replica, 1 << (most.bit_length() - 1))  # with the largest power of two up to it
 
     def larger(self, size: int) -> int | None:
         """Return the next larger size; None if there is none."""
