@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,42 +49,22 @@ EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCount:
-    """Runs of one kind: in total, and those that finished in this cycle."""
-
-    family: str
-    device_name: str | None
-    source: str
-    status: str
-    rows: int
-    tonight: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureGroup:
-    """Runs of this cycle with the same status, error type and message, apart from figures in it."""
-
-    status: str
-    error_type: str | None
-    said: str
-    runs: int
-    families: Sequence[str]
-    run_ids: Sequence[str]  # a few
-    log: str  # the end of one's message, traceback and output
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportRows:
-    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown."""
+    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown.
 
-    counts: tuple[RowCount, ...]
+    counts    runs of a kind: family, device_name, source, status, rows (in total), tonight (finished in this cycle)
+    failures  runs of this cycle with the same status, error type and message, apart from figures in it: status,
+              error_type, said, runs, families, run_ids (a few), log (the end of one's message, traceback and output)
+    """
+
+    counts: Sequence[Mapping[str, Any]]
     device_names: tuple[str, ...]
     source: str
     memory: Grid
     levels: tuple[Grid, ...]
     regions: tuple[Grid, ...]  # one a family: batch size by parameters
     absent_families: tuple[str, ...]
-    failures: tuple[FailureGroup, ...]
+    failures: Sequence[Mapping[str, Any]]
     failed_tonight: int
     untrusted_tonight: int  # executions
 
@@ -120,16 +100,15 @@ def _read(
     source: str,
 ) -> ReportRows:
     query = "SELECT family, device_name, source, status, count(*) AS rows, count(*) FILTER (tonight) AS tonight"
-    kinds = counted.sql(f"{query} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
-    counts = tuple(RowCount(**kind) for kind in kinds)
-    spelled = {count.device_name for count in counts if count.device_name}
+    counts = counted.sql(f"{query} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
+    spelled = {count["device_name"] for count in counts if count["device_name"]}
     names = tuple(sorted(name for name in spelled if same_device(name, device_name)))
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
         f"AND source = {sql_text(source)}"
     )
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
-    failed_tonight = sum(count.tonight for count in counts if count.status in FAILED)
+    failed_tonight = sum(count["tonight"] for count in counts if count["status"] in FAILED)
     untrusted = connection.execute(f"SELECT count(*) FROM attempts WHERE quality = 'untrusted' AND {tonight}")
     ((untrusted_tonight,),) = untrusted.fetchall()
 
@@ -185,7 +164,7 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[FailureGroup, ...]:
+def _failure_groups(connection: WarehouseConnection, tonight: str) -> Sequence[Mapping[str, Any]]:
     """Return the most frequent kinds of tonight's failures."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback has its message in the last line that is not indented, other texts in the first.
@@ -207,7 +186,8 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[Fail
         FROM sentences GROUP BY status, error_type, regexp_replace(said, '0x[0-9a-f]+|[0-9]+', '#', 'g')
         ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
     )
-    return tuple(FailureGroup(**group) for group in groups.to_arrow_table().to_pylist())
+    failures: list[dict[str, Any]] = groups.to_arrow_table().to_pylist()
+    return failures
 
 
 _MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
