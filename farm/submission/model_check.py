@@ -20,7 +20,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, first_few, shown
-from featurize.configs.dimensions import Choice, Constant, Space, own_space
+from featurize.configs.dimensions import Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
     code_fields,
@@ -67,7 +67,7 @@ def require_models(spaces: Iterable[Space], servers: Sequence[StartServer] = (pa
 
 def _models_of(space: Space) -> Iterator[dict[str, Any]]:
     """Yield the models to check: `name`, as the space has it, and `configs` with that model, as mappings."""
-    values = [value for value in _models(space) if isinstance(value, str)]
+    values = [value for value in dict.fromkeys(space.choices(_FIELD)) if isinstance(value, str)]
     if not values:
         return
     own = own_space(space.family).dimensions
@@ -78,14 +78,6 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
         configs = [config.to_mapping() for config in _configs_with(space, value)]
         if configs:  # otherwise sampling reports the problem
             yield {"name": value, "configs": configs}
-
-
-def _models(space: Space) -> tuple[Any, ...]:
-    """Return the distinct values of the space's key `model`; none if the family has no such key."""
-    dimension = next((candidate for candidate in space.dimensions if candidate.name == _FIELD), None)
-    if isinstance(dimension, Constant):
-        return (dimension.fixed,)
-    return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
 
 
 def _library(family: str, model: str) -> str:

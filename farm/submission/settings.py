@@ -17,7 +17,7 @@ from conf.files.identity import version_of
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
 from farm.sampling.forecast import POOL, SIZES
-from featurize.configs.dimensions import Choice, Constant, Dimension, Scalar, Space, default_space
+from featurize.configs.dimensions import Choice, Constant, Dimension, Space, default_space
 from featurize.configs.draws import POLICIES, Limits, checked_batch_sizes
 from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
@@ -253,7 +253,7 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
         UsageError: A pipeline on real GPUs, several nodes, or more GPUs than there are.
         EnvironmentProblem: The installed torch is too old for its trace, or for FSDP2 on the CPU.
     """
-    layouts = [layout for value in _values(space, DIMENSION) if (layout := parse_parallel(value)) is not None]
+    layouts = [layout for value in space.choices(DIMENSION) if (layout := parse_parallel(value)) is not None]
     if choice.backend == "simulated" or not layouts:
         for layout in layouts:
             require_traceable(layout)
@@ -294,7 +294,7 @@ def require_optimizers(space: Space, choice: DeviceChoice) -> None:
         UsageError: They run only on CUDA, and trials run on the CPU.
         EnvironmentProblem: Their package is missing. A simulated GPU needs no package for CUDA optimizers.
     """
-    for name in _values(space, "optimizer"):
+    for name in space.choices("optimizer"):
         optimizer = OPTIMIZERS[str(name)]
         if optimizer.cuda_only and choice.backend == "cpu":
             choices = ", ".join(known for known, other in OPTIMIZERS.items() if not other.cuda_only)
@@ -303,13 +303,6 @@ def require_optimizers(space: Space, choice: DeviceChoice) -> None:
             continue
         if version_of(optimizer.package) is None:
             raise EnvironmentProblem(f"optimizer={name} needs {optimizer.package}: pip install {optimizer.package}")
-
-
-def _values(space: Space, name: str) -> tuple[Scalar, ...]:
-    for dimension in space.dimensions:
-        if dimension.name == name:
-            return dimension.choices if isinstance(dimension, Choice) else (dimension.value(0.0),)
-    return ()
 
 
 def spec_of(choice: DeviceChoice, slot: Slot | None = None) -> DeviceSpec:

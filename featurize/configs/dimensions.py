@@ -140,6 +140,13 @@ class Space:
         coordinates = iter(point)
         return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
 
+    def choices(self, name: str) -> tuple[Scalar, ...]:
+        """Return the values of a dimension that is no range; none if the space lacks it."""
+        for dimension in self.dimensions:
+            if dimension.name == name and not isinstance(dimension, Range):
+                return dimension.choices if isinstance(dimension, Choice) else (dimension.fixed,)
+        return ()
+
     def code_names(self) -> tuple[str, ...]:
         """Return every `MODULE:FACTORY` that the space names."""
         fields = code_fields(self.family)
