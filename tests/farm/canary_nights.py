@@ -5,7 +5,6 @@ Start reading at `Lab.night`.
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import pyarrow as pa
 from farm.nights.canaries import CanaryVerdict, canary_configs, compare
 from farm.nights.watch import operators_of
 from featurize.configs.trial import TrialConfig, config_hash
-from tests.warehouse.warehouse_rows import copy_into
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -75,13 +73,6 @@ class Lab:
         self.now = datetime.datetime(2026, 1, 1, 2, tzinfo=datetime.UTC)
         self._writer = RunWriter(folder)
         self._nights = 0
-
-    def copied(self, folder: DataFolder) -> Lab:
-        """This lab in another folder, which holds no runs: its next night changes nothing here."""
-        copy_into(folder, self.folder)
-        other = copy.copy(self)
-        other.folder, other.environment, other._writer = folder, dict(self.environment), RunWriter(folder)
-        return other
 
     def night(self, change: Change = usual, *, only: Sequence[TrialConfig] = (), samples=None) -> str:
         """Run the canaries, or `only` these; the job's id."""

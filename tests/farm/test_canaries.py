@@ -25,7 +25,6 @@ from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of
 from learn.rows.data import load_rows
-from warehouse.files.folder import DataFolder
 from warehouse.files.writer import write_marks
 from workers.devices import DeviceChoice
 
@@ -256,37 +255,23 @@ def configs():
     return [sample(spaces[FAMILIES[i % 4]], seed=0, index=i // 4) for i in range(40)]
 
 
-@pytest.fixture(scope="module")
-def first_night(tmp_path_factory, configs):
-    """A night of canaries and rows in the old environment; memory from 1 to 20 GB."""
-    lab = Lab(DataFolder(tmp_path_factory.mktemp("first") / "data").create())
+@pytest.fixture
+def grown(folder, configs):
+    """The lab after a night of canaries and rows in the old environment; memory from 1 to 20 GB."""
+    lab = Lab(folder)
     lab.night()
     memory = dict(zip(map(config_hash, configs), np.linspace(1000, 20_000, len(configs)).tolist(), strict=True))
     lab.ids = lab.run("grow-1", configs, lambda config: {"peak_memory_mib": memory[config_hash(config)]})
     return lab
 
 
-@pytest.fixture
-def grown(folder, first_night):
-    """The lab after its first night, in a folder of the test's own."""
-    return first_night.copied(folder)
-
-
 SWOLLEN = where("convolution", peak_memory_mib=1700.0)
 
 
-@pytest.fixture(scope="module")
-def second_night(tmp_path_factory, first_night):
-    """The lab after a night in another environment, in which convolutions take more memory, and its drift."""
-    lab = first_night.copied(DataFolder(tmp_path_factory.mktemp("second") / "data").create())
-    return lab, drift_with(lab, SWOLLEN)
-
-
 @pytest.fixture
-def moved(folder, second_night):
-    """That lab in a folder of the test's own, and the drift."""
-    lab, drift = second_night
-    return lab.copied(folder), drift
+def moved(grown):
+    """The lab after a night in another environment, in which convolutions take more memory, and its drift."""
+    return grown, drift_with(grown, SWOLLEN)
 
 
 def drift_with(lab, change, environment=NEW, cycle="c"):
@@ -320,9 +305,9 @@ def usable(lab, target="memory"):
     return load_rows(lab.folder, target, source="measured")
 
 
-def test_stale_rows_are_not_learned_from_until_the_old_environment_is_back(first_night, moved):
-    whole = len(usable(first_night))
-    lab, _ = moved
+def test_stale_rows_are_not_learned_from_until_the_old_environment_is_back(grown):
+    lab, whole = grown, len(usable(grown))
+    drift_with(lab, SWOLLEN)
     rows = usable(lab)
     # the new night's canaries came, eight of them
     assert rows.counts["stale"] == 12 and len(rows) == whole + 8 - 12
