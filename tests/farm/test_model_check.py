@@ -31,15 +31,21 @@ os._exit(0)
 """
 
 
+MODULES = {
+    "checked_nets/__init__.py": "",
+    "checked_nets/small.py": NETS,
+    "checked_fails.py": "import no_such_package_at_all\n",
+    "checked_leaves.py": LEAVES,
+    "checked_exits.py": "raise SystemExit(3)\n",
+}
+
+
 @pytest.fixture
 def here(place, monkeypatch):
     """The current folder, with modules of the user's own."""
     (place / "checked_nets").mkdir()
-    (place / "checked_nets" / "__init__.py").touch()
-    (place / "checked_nets" / "small.py").write_text(NETS)
-    (place / "checked_fails.py").write_text("import no_such_package_at_all\n")
-    (place / "checked_leaves.py").write_text(LEAVES)
-    (place / "checked_exits.py").write_text("raise SystemExit(3)\n")
+    for name, text in MODULES.items():
+        (place / name).write_text(text)
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     yield place
