@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -52,8 +52,9 @@ from farm.serving.bodies import (
 )
 from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.gate import (
-    CLIENT,
+    CALLER,
     PROBLEM_TYPE,
+    Caller,
     Gate,
     Places,
     Problem,
@@ -63,7 +64,6 @@ from farm.serving.gate import (
     busy,
     invalid,
     problem_response,
-    wait_asked,
 )
 from farm.serving.kubernetes import review as review_pod
 from farm.serving.settings import ServeSettings
@@ -130,49 +130,49 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/estimate", response_model=EstimateAnswer, responses=_POLLED, tags=["estimates"])
     async def estimate(body: EstimateRequest, request: Request) -> Response:
         """Estimate a job's memory, utilization and step time: 200 where it is known or traced in time, else 202."""
-        return await service.estimate(body, service.caller(request))
+        return await service.estimate(body, request.scope[CALLER])
 
     @app.post("/v1/estimate:batch", response_model=BatchAnswer, responses=_REFUSALS, tags=["estimates"])
     async def estimate_batch(body: BatchRequest, request: Request) -> Response:
         """Estimate many jobs; each yields a result, a pending trace or a problem."""
-        return await service.batch(body.jobs, service.caller(request))
+        return await service.batch(body.jobs, request.scope[CALLER])
 
     @app.post("/v1/fit", response_model=FitAnswer, responses=_POLLED, tags=["estimates"])
     async def fit(body: FitRequest, request: Request) -> Response:
         """Return the GPU models that a job fits, or the largest batch that fits one."""
-        return await service.traced(fit_question(body, service.policy), service.caller(request))
+        return await service.traced(fit_question(body, service.policy), request.scope[CALLER])
 
     @app.post("/v1/admit", response_model=AdmitAnswer, responses=_REFUSALS, tags=["sharing"])
     async def admit(body: AdmitRequest, request: Request) -> Response:
         """Say whether a job may join the jobs of a GPU, with slowdowns and the risk of running out of memory."""
-        return await service.admit(body, service.caller(request))
+        return await service.admit(body, request.scope[CALLER])
 
     @app.post("/v1/plan", response_model=PlanAnswer, responses=_POLLED, tags=["several GPUs"])
     async def plan(body: PlanRequest, request: Request) -> Response:
         """Return which layouts of a job on several GPUs fit, the quickest first."""
-        return await service.traced(plan_question(body, service.policy), service.caller(request))
+        return await service.traced(plan_question(body, service.policy), request.scope[CALLER])
 
     @app.post("/v1/kubernetes/mutate", responses=_REFUSALS, tags=["schedulers"])
     async def mutate(body: dict[str, Any], request: Request) -> dict[str, Any]:
         """Answer a Kubernetes AdmissionReview of a pod with the annotation gpufarm.io/job."""
-        return await service.review(body, service.caller(request))  # type: ignore[return-value]
+        return await service.review(body, request.scope[CALLER])  # type: ignore[return-value]
 
     polled = {404: {**_PROBLEM, "description": "no such question"}, **_POLLED}
 
     @app.get("/v1/estimates/{key}", response_model=EstimateAnswer, responses=polled, tags=["estimates"])
     async def estimate_of(key: str, request: Request) -> Response:
         """Return the estimate of a traced question, or 202 while it is traced."""
-        return await service.answer_of("estimate", key, service.caller(request))
+        return await service.answer_of("estimate", key, request.scope[CALLER])
 
     @app.get("/v1/fits/{key}", response_model=FitAnswer, responses=polled, tags=["estimates"])
     async def fit_of(key: str, request: Request) -> Response:
         """Return the fit of a traced question, or 202 while it is traced."""
-        return await service.answer_of("fit", key, service.caller(request))
+        return await service.answer_of("fit", key, request.scope[CALLER])
 
     @app.get("/v1/plans/{key}", response_model=PlanAnswer, responses=polled, tags=["several GPUs"])
     async def plan_of(key: str, request: Request) -> Response:
         """Return the layouts of a traced question, or 202 while it is traced."""
-        return await service.answer_of("plan", key, service.caller(request))
+        return await service.answer_of("plan", key, request.scope[CALLER])
 
     @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
     async def devices() -> DevicesAnswer:
@@ -240,14 +240,6 @@ _REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes allows the webhook
 _OLD_PULSE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The client, and how long its request may wait for a trace (None: unspecified)."""
-
-    client: str
-    wait_s: float | None
-
-
 class EstimationService:
     """One process's part of the service. questions: the store for traces; default the data folder's.
 
@@ -267,11 +259,6 @@ class EstimationService:
         self.working, self.waiting = Places(settings.limits.concurrent), Places(settings.limits.concurrent)
         self._state = ServiceState(folder)
         self.warm = False
-
-    def caller(self, request: Request) -> Caller:
-        """Return the client that the gate found, with its wait."""
-        wait_s = wait_asked(request.headers.get("prefer", ""), self.settings.limits.wait_s)
-        return Caller(request.scope[CLIENT], wait_s)
 
     async def estimate(self, request: EstimateRequest, caller: Caller) -> Response:
         """Return 200 with the estimate, or 202 with its future URL. Raises `Problem`."""

@@ -181,7 +181,7 @@ class Places:
             del self._held[client]
 
 
-CLIENT = "gpufarm.client"  # key of a scope: the client
+CALLER = "gpufarm.caller"  # key of a scope: a `Caller`
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
 _API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"
@@ -194,6 +194,14 @@ _JSON = "application/json"
 _NO_ROUTE = "unmatched"
 
 
+@dataclass(frozen=True)
+class Caller:
+    """The client, and how long its request may wait for a trace (None: unspecified)."""
+
+    client: str
+    wait_s: float | None
+
+
 class _ClientGone(Exception):
     """The client has closed its connection before the answer."""
 
@@ -201,7 +209,7 @@ class _ClientGone(Exception):
 class Gate:
     """Passes requests to `inner`, and answers the others with a problem document.
 
-    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`. A client has `pages`
+    `scope[CALLER]` names the client to `inner`; the request holds one of that client's `places`. A client has `pages`
     of the explorer made at a time; its further ones wait. `limits.inline_s` excludes the time that a client asked to
     wait. Without tokens every client is let in, but the host must be one of this machine's names.
     """
@@ -235,13 +243,14 @@ class Gate:
         holder: str | None = None
         try:
             self._check_host(headers)
-            scope[CLIENT] = client = self._client(scope, headers)
+            client = self._client(scope, headers)
+            wait_s = _wait_asked(headers.get(b"prefer", ""), self._limits.wait_s)
+            scope[CALLER] = Caller(client, wait_s)
             if scope["path"] not in _UNCOUNTED:
                 if not self._places.take(client, most=self._webhook_places if client == _NO_TOKEN else None):
                     raise busy("Your share of the requests that are worked on is used up; try again in a second.")
                 holder = client
-            wait_s = wait_asked(headers.get(b"prefer", ""), self._limits.wait_s) or 0.0
-            async with asyncio.timeout(self._limits.inline_s + wait_s):
+            async with asyncio.timeout(self._limits.inline_s + (wait_s or 0.0)):
                 body = await _read_body(receive, 1024 * self._limits.body_kib, headers.get(b"content-length", ""))
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
@@ -288,7 +297,7 @@ class Gate:
         gone.add_done_callback(stop)
         try:
             is_page = not scope["path"].startswith(_API) and scope["path"] not in _UNCOUNTED
-            async with self._page_turns[scope[CLIENT]] if is_page else contextlib.nullcontext():
+            async with self._page_turns[scope[CALLER].client] if is_page else contextlib.nullcontext():
                 await self._inner(scope, _replay_body(body, gone), answer)
         except asyncio.CancelledError:
             if not gone.done():  # the service stops, or the time is up
@@ -406,7 +415,7 @@ def _replay_body(body: bytes, gone: asyncio.Future[Message]) -> Receive:
     return hand_on
 
 
-def wait_asked(prefer: str, most_s: float) -> float | None:
+def _wait_asked(prefer: str, most_s: float) -> float | None:
     """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None without it."""
     asked = re.search(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})", prefer)
     return None if asked is None else min(float(asked[1]), most_s)

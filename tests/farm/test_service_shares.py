@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from farm.serving.gate import CLIENT, Gate, Places, RequestLog, ServiceMetrics
+from farm.serving.gate import CALLER, Gate, Places, RequestLog, ServiceMetrics
 from farm.serving.settings import LimitSettings, ServeSettings
 from farm.serving.trace_store import DONE, TraceStore
 
@@ -131,11 +131,11 @@ class Work:
         self.running, self.stopped, self.ended = [], [], asyncio.Event()
 
     async def __call__(self, scope, _receive, send):
-        self.running.append(scope[CLIENT])
+        self.running.append(scope[CALLER].client)
         try:
             await self.ended.wait()
         except asyncio.CancelledError:
-            self.stopped.append(scope[CLIENT])
+            self.stopped.append(scope[CALLER].client)
             raise
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
