@@ -32,7 +32,6 @@ from warehouse.exchange.imported_rows import (
     to_number,
     whole_above_zero,
 )
-from warehouse.tables.schema import RUN_SCHEMA
 
 _ACTIVATIONS = {"swish": "silu"}
 # `:` separates key and value, `_` separates pairs; keys and values may contain `_`.
@@ -66,10 +65,8 @@ _KEYS = {
 _FIRST_KEY = {"input": "mlp", "input_channels": "cnn", "num_classes": "transformer"}
 _UTILIZATION = {
     "Avg GPUTL": "gpu_util",
-    "Avg GRACT": "gract",
     "Avg SMACT": "smact",
     "Avg SMOCC": "smocc",
-    "Avg FP32A": "fp32a",
     "Avg DRAMA": "drama",
 }
 
@@ -87,17 +84,16 @@ def parse_filename(name: str) -> dict[str, object]:
     if family is None:
         raise ValueError("no known first key")
     keys = "|".join(sorted(_KEYS[family], key=len, reverse=True))
-    marks = list(re.finditer(rf"(?:^|_)({keys}):", name.removesuffix(".out")))
+    _, *parts = re.split(rf"(?:^|_)({keys}):", name.removesuffix(".out"))
     values: dict[str, str] = {}
     switches: dict[str, str] = {}
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
-        if mark[1] == "dropout" and text in ("True", "False"):
+    for key, text in zip(parts[::2], parts[1::2], strict=True):
+        if key == "dropout" and text in ("True", "False"):
             switches["dropout"] = text  # `dropout:` occurs twice: the rate, then a switch
-        elif mark[1] in values:
-            raise ValueError(f"{mark[1]} twice")
+        elif key in values:
+            raise ValueError(f"{key} twice")
         else:
-            values[mark[1]] = text
+            values[key] = text
     try:
         return {**_FIELDS[family](values, switches), **TRAINING}
     except KeyError as error:
@@ -249,7 +245,7 @@ class PublishedRow:
     label        the run's name in the file: the file name that encodes a configuration, or a model's name
     memory_mib   peak of the device's memory in use, including CUDA context and driver
     parameters   parameter count of the file
-    utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
+    utilization  means over the run: gpu_util, smact, smocc, drama, each in [0, 1] or None
     estimates    published estimates in the file: name -> MiB
     """
 
@@ -393,7 +389,7 @@ def _columns(row: PublishedRow) -> Columns:
         # the transformers' counts lack the attention's input projections
         "parameters": None if family == "transformer" else row.parameters,
         "peak_memory_mib": row.memory_mib,
-        **{name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names},
+        **row.utilization,
     }
 
 
