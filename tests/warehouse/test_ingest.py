@@ -279,6 +279,17 @@ def test_a_field_of_the_trial_config_is_a_number_where_its_cell_is_one_and_else_
     assert sorted(fields, key=str) == sorted((0.5, 8, True, *cells[3:]), key=str)
 
 
+def test_a_cell_of_a_column_of_truth_values_is_true_or_false(place, take):
+    cells = ("true", "0", "False", "maybe", "")
+    path = csv_table(place / "mine.csv", ("net", "mem", "mps"), [("resnet18", 100, cell) for cell in cells])
+    about = {"family": "timm", "device_name": "NVIDIA-L4", "constants": "{batch_size: 8, prepared: true}"}
+    (report,) = take(path, "csv", **about, columns="{peak_memory_mib: mem, config.model: net, mps: mps}").files
+    assert report.invalid == {"mps: must be true or false, got 'maybe'": [4]}
+    landed = rows(place, "mps, prepared")
+    assert sorted(str(row["mps"]) for row in landed) == ["False", "False", "None", "None", "True"]
+    assert all(row["prepared"] for row in landed)
+
+
 def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(place, take):
     path = csv_table(place / "mine.csv", ("net", "bs", "mem", "end"), [("resnet18", 999, "", "OOM")])
     about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}

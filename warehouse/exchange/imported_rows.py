@@ -57,6 +57,7 @@ TRAINING: Mapping[str, object] = {
     "channels_last": False,
 }
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # empty cells of spreadsheets and data frames
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
@@ -462,6 +463,10 @@ def _convert(name: str, value: Any) -> Any:
         return when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
     if pa.types.is_string(kind):
         return str(text)
+    if pa.types.is_boolean(kind):
+        if str(text).lower() not in _TRUTH:
+            raise ValueError(f"must be true or false, got {text!r}")
+        return _TRUTH[str(text).lower()]
     number = float(text)
     if number == -1:
         return None
