@@ -132,6 +132,15 @@ The data are under the licence of the project that they come with.
 """
 CONFORMS_TO = "http://mlcommons.org/croissant/1.0"
 _PARQUET = "application/x-parquet"
+_DATA_TYPES = {
+    pa.string(): "sc:Text",
+    pa.bool_(): "sc:Boolean",
+    pa.int32(): "sc:Integer",
+    pa.int64(): "sc:Integer",
+    pa.float32(): "sc:Float",
+    pa.float64(): "sc:Float",
+    pa.timestamp("us", tz="UTC"): "sc:DateTime",
+}
 _ORGANIZATION = "org:"
 _KEYS = {
     "runs": "runs/run_id",
@@ -358,7 +367,7 @@ def _record_set(table: str, schema: pa.Schema) -> dict[str, Any]:
                 "@id": f"{table}/{field.name}",
                 "name": field.name,
                 "description": describe(table, field.name),
-                "dataType": _data_type(field.type),
+                "dataType": _DATA_TYPES[field.type],
                 "source": {"fileSet": {"@id": f"{table}-files"}, "extract": {"column": field.name}},
             }
             for field in schema
@@ -370,13 +379,3 @@ def _creator(name: str) -> dict[str, str]:
     if name.startswith(_ORGANIZATION):
         return {"@type": "sc:Organization", "name": name.removeprefix(_ORGANIZATION).strip()}
     return {"@type": "sc:Person", "name": name}
-
-
-def _data_type(kind: pa.DataType) -> str:
-    if pa.types.is_timestamp(kind):
-        return "sc:DateTime"
-    if pa.types.is_boolean(kind):
-        return "sc:Boolean"
-    if pa.types.is_integer(kind):
-        return "sc:Integer"
-    return "sc:Float" if pa.types.is_floating(kind) else "sc:Text"

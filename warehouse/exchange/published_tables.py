@@ -70,6 +70,10 @@ NO_SPEED = "no speed beside the other, or alone"
 _SHARE_OF_THE_SMALLER = 0.25  # least share of the smaller member's memory that a pair needs beyond the larger's
 _GAVEL_BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
+# Cells that identify a job alone on a GPU, and a figure's kind.
+_lucid_job = itemgetter("model", "dataset", "batchsize", "amp")
+_gavel_job = itemgetter("table", "gpu", "job_a", "gpus_a")
+_zeus_kind = itemgetter("what_was_measured", "unit")
 _Read = Callable[[Cells, Mapping[Any, Mapping[str, Any]]], Iterator[Columns]]
 
 
@@ -82,8 +86,8 @@ def _card_of_gpu(row: Cells) -> Columns:
     return _card(row["gpu"])
 
 
-def _gavel_batch(row: Cells) -> int | None:
-    batch = _GAVEL_BATCH.search(row["job_a"])
+def _gavel_batch(job: str) -> int | None:
+    batch = _GAVEL_BATCH.search(job)
     return int(batch[1]) if batch else None
 
 
@@ -120,10 +124,6 @@ def _parallel_step_ms(row: Cells) -> float | None:
 def _zeus_batch(row: Cells) -> int | None:
     batch = above_zero(row["batch_per_gpu"])
     return int(batch) if batch and batch >= 1 else None
-
-
-def _zeus_kind(row: Cells) -> tuple[str, str]:
-    return row["what_was_measured"], row["unit"]
 
 
 def _zeus_step_ms(row: Cells) -> float | None:
@@ -326,7 +326,7 @@ TABLES: Mapping[str, PublishedTable] = {
         names="table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
         why=lambda row: f"{row['job_a']} on {row['gpus_a']} GPU(s): {_NO_CODE}",
         device=lambda row: _card(row["gpu"].upper()),
-        columns={"batch_size": _gavel_batch, "step_time_ms": _gavel_step_ms},
+        columns={"batch_size": lambda row: _gavel_batch(row["job_a"]), "step_time_ms": _gavel_step_ms},
         rules=((is_empty("step_time_ms"), invalid("no iterations a second")),),
         is_pair=lambda row: bool(row["job_b"]),
     ),
@@ -436,10 +436,6 @@ def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Col
         }
 
 
-def _lucid_job(cells: Cells) -> tuple[str, ...]:
-    return tuple(cells[name] for name in ("model", "dataset", "batchsize", "amp"))
-
-
 def _figures_alone(run: Mapping[str, Any] | None) -> Columns:
     if run is None:
         return {}
@@ -461,22 +457,17 @@ def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Col
         shared = 1e3 / per_second if per_second else None
         figures = _figures_alone(run)
         solo = figures.get("solo_step_ms")
-        batch = _GAVEL_BATCH.search(job)
         yield {
             "device_name": cells["gpu"].upper(),
             "series": cells["table"].removesuffix(".json"),
             "model": _GAVEL_BATCH.sub("", job),
             "name": job,
             "devices": None if devices == "1" else whole_above_zero(devices),
-            "batch_size": int(batch[1]) if batch else None,
+            "batch_size": _gavel_batch(job),
             **figures,
             "shared_step_ms": shared,
             "slowdown": shared / solo if shared and solo else None,
         }
-
-
-def _gavel_job(cells: Cells) -> tuple[str, ...]:
-    return tuple(cells[name] for name in ("table", "gpu", "job_a", "gpus_a"))
 
 
 def _share(text: str | None) -> float | None:

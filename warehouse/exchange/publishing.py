@@ -49,7 +49,7 @@ from warehouse.files.views import schema_columns, typed_nulls, with_every_column
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import COLUMNS, DETAILS, JOB_SCHEMA, SOURCES, TABLES
+from warehouse.tables.schema import COLUMNS, DETAILS, JOB_SCHEMA, SOURCES, STALE_SCHEMA, TABLES
 
 PAGES_FOLDER = "pages"
 FIRST_PAGE = "index.html"
@@ -57,6 +57,7 @@ _FACET_VALUES = 12  # values that a list shows
 _QUERY_S = 600.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
 _NAME_CHARACTERS = 40
+_PART = "part-00000.parquet"  # file of a table
 
 
 def write_pages(published: Path, most_runs: int) -> int:
@@ -133,13 +134,12 @@ def _connection(published: Path) -> duckdb.DuckDBPyConnection:
     """Return a connection with a data folder's views over the published files; columns that they lack are NULL."""
     connection = duckdb.connect()
     connection.execute("SET TimeZone = 'UTC'")
-    for table, schema in TABLES.items():
-        files = sorted((published / table).glob("*.parquet"))
-        if not files:
-            connection.execute(f"CREATE VIEW {table} AS SELECT {', '.join(typed_nulls(schema))} WHERE false")
-            continue
-        rows = with_every_column(schema, f"read_parquet({sql_text(str(files[0]))})")
+    for table in COLUMNS:
+        schema = TABLES[table]
+        rows = with_every_column(schema, f"read_parquet({sql_text(str(published / table / _PART))})")
         connection.execute(f"CREATE VIEW {table} AS SELECT {schema_columns(schema, 'file')} FROM ({rows}) AS file")
+    # Marks are not published.
+    connection.execute(f"CREATE VIEW stale AS SELECT {', '.join(typed_nulls(STALE_SCHEMA))} WHERE false")
     connection.execute("CREATE VIEW attempts AS SELECT * FROM runs")
     return connection
 
@@ -267,7 +267,7 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
             runs = _write_tables(connection, building, settings, report)
             findings = check(connection)
         report.findings = len(findings)
-        tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in COLUMNS}
+        tables = {table: pq.read_schema(building / table / _PART) for table in COLUMNS}
         files = [
             (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
             for path in sorted(building.rglob("*.parquet"))
@@ -319,7 +319,7 @@ def _write_tables(
         for table in COLUMNS:
             (root / table).mkdir(parents=True)
             options = writing(table, schemas[table])
-            writer = pq.ParquetWriter(root / table / "part-00000.parquet", schemas[table], **options)
+            writer = pq.ParquetWriter(root / table / _PART, schemas[table], **options)
             writers[table] = opened.enter_context(writer)
 
         def write(table: str, rows: pa.Table) -> None:
