@@ -41,7 +41,7 @@ from learn.estimators.protocol import (
     Estimator,
     Prediction,
     class_masses,
-    conformal_rank,
+    conformal_score,
     require_rows,
     require_target,
     too_few_for,
@@ -317,8 +317,7 @@ class BinnedPrediction(Prediction):
             return None
         q = np.full(len(self.kind), np.nan)
         for kind, scores in enumerate(self.scores):
-            rank = min(conformal_rank(len(scores), level), len(scores))
-            q[self.kind == kind] = scores[rank - 1] if scores.size else 1.0
+            q[self.kind == kind] = conformal_score(scores, level) if scores.size else 1.0
         return np.asarray(np.maximum(self._quantile(q), self.point))
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
