@@ -239,16 +239,13 @@ def known_public_ids(connection: WarehouseConnection) -> set[str]:
     return {run_id for _, run_id in connection.execute(ids).fetchall()}
 
 
-# SQL of the public form of columns.
-
-
 def _public(column: str, form: str) -> str:
-    """Return a column's public form; rows of loaded data sets have it already."""
+    """Return SQL of a column that takes its public form; rows of loaded data sets have it already."""
     return f"CASE WHEN is_loaded THEN {column} ELSE {form} END"
 
 
 def _distinct_run_id(run: str) -> str:
-    """Return a run's id and 8 hex digits that identify where and when it ran.
+    """Return SQL of a run's id and 8 hex digits that identify where and when it ran.
 
     A job's runs have the same ids on every machine and at every release of torch, so a repeat lands once. In a data
     set each measurement needs a different id.
@@ -259,12 +256,12 @@ def _distinct_run_id(run: str) -> str:
 
 
 def _distinct_group_id(table: str, device_uuid: str) -> str:
-    """Return a group's id, made distinct by its device: two machines may run the same job."""
+    """Return SQL of a group's id, made distinct by its device: two machines may run the same job."""
     return f"{table}.group_id || '-' || left(sha256(concat({table}.group_id, chr(10), {device_uuid})), 8)"
 
 
 def _anonymous_uuid(table: str) -> str:
-    """Return an id that only distinguishes cards."""
+    """Return SQL of a device's id that only distinguishes cards."""
     uuid = f"{table}.device_uuid"
     return f"CASE WHEN {table}.source = 'measured' THEN 'gpu-' || left(sha256({uuid}), 12) ELSE {uuid} END"
 
