@@ -9,9 +9,10 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -274,16 +275,10 @@ def alike_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks or container_of(model, blocks) is None:
         return 0
-    if any(_describe(block) != _describe(blocks[0]) for block in blocks[1:]):
+    if any(look_of(block) != look_of(blocks[0]) for block in blocks[1:]):
         return 0
-    parameter_ids = [
-        id(parameter) for block in blocks for _name, parameter in block.named_parameters(remove_duplicate=False)
-    ]
-    mine = set(parameter_ids)
-    held = [id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False)]
-    shared = len(mine) < len(parameter_ids) or len(
-        [parameter_id for parameter_id in held if parameter_id in mine]
-    ) > len(parameter_ids)
+    places = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
+    shared = any(places[id(parameter)] > 1 for block in blocks for parameter in block.parameters())
     return 0 if shared else len(blocks)
 
 
@@ -314,6 +309,7 @@ def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     return None
 
 
-def _describe(block: nn.Module) -> tuple[Any, ...]:
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    return repr(block), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+def look_of(module: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    """Return how a module prints, and its parameters and buffers: modules that look alike take the same memory."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return repr(module), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
