@@ -106,6 +106,7 @@ class StepsInALoop:
 
 
 _PASSES = ("forward", "held", "assigned", "backward")  # moments of a step before its update
+_REPEATED = (*_PASSES, "updated")  # what follows them repeats; the update runs
 
 
 class TraceAgain(Exception):
@@ -140,7 +141,8 @@ class SecondStep:
         if moment == "optimizer":
             self._decided -= recorder.decided
             recorder.log.keep_operators = False  # the second step's operators count
-        self._after[self._moment] = recorder.memory.since(self._mark)
+        if self._moment in _REPEATED:
+            self._after[self._moment] = recorder.memory.since(self._mark)
         self._moment, self._mark = moment, recorder.memory.mark()
         self._variables[moment] = given, held
 
