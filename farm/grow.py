@@ -8,7 +8,7 @@ import fcntl
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
@@ -25,9 +25,6 @@ from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import open_lock
 from workers.devices import DeviceChoice
-
-if TYPE_CHECKING:
-    import rich.status
 
 EXIT_FAILED = 1
 _CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
@@ -218,7 +215,7 @@ class _StatusLine:
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._status: rich.status.Status | None = None
+        self._status = self._console.status("")
 
     def __call__(self, doing: str) -> None:
         if not self._console.is_terminal:
@@ -227,10 +224,8 @@ class _StatusLine:
         elif doing in ("canaries", "run"):  # they show their own progress bar
             self.close()
         else:
-            if self._status is None:
-                self._status = self._console.status("")
-                self._status.start()
             self._status.update(doing)
+            self._status.start()
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
@@ -239,9 +234,7 @@ class _StatusLine:
 
     def close(self) -> None:
         """Take the line off the screen; the next activity shows it again."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
 
 
 @contextlib.contextmanager
