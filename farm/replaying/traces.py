@@ -14,7 +14,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -354,7 +354,12 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
     drawn = random.Random(f"{name} {seed}")
     types = load_catalogue()
     draw = {"carma": _carma_job, "philly": _philly_job, "alibaba": _alibaba_job}[name]
-    jobs = _drawn_jobs(draw, types, drawn, n or (CARMA_JOBS if name == "carma" else OTHER_JOBS), gpus)
+    n = n or (CARMA_JOBS if name == "carma" else OTHER_JOBS)
+    jobs: list[_DrawnJob] = []
+    while len(jobs) < n:
+        job = draw(types, drawn)
+        if job[2] <= gpus:  # users would not submit a job larger than the cluster
+            jobs.append(job)
     if name == "carma":
         pauses = [min(_LONGEST_PAUSE_S, drawn.expovariate(1 / _CARMA_PAUSE_S)) / load for _ in jobs]
     else:
@@ -369,16 +374,6 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
 
 
 _DrawnJob = tuple[int, float, int]  # type, duration in s, GPUs
-_Draw = Callable[[tuple[JobType, ...], random.Random], _DrawnJob]
-
-
-def _drawn_jobs(draw: _Draw, types: tuple[JobType, ...], drawn: random.Random, n: int, gpus: int) -> list[_DrawnJob]:
-    jobs: list[_DrawnJob] = []
-    while len(jobs) < n:
-        job = draw(types, drawn)
-        if job[2] <= gpus:  # users would not submit a job larger than the cluster
-            jobs.append(job)
-    return jobs
 
 
 def _carma_job(types: tuple[JobType, ...], drawn: random.Random) -> _DrawnJob:
