@@ -361,31 +361,28 @@ class HybridEstimator(Estimator):
         widening: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
         outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
-        table, base = np.empty((0, 0)), np.empty(0)
-        if known:
-            known_records = list(records.values())
-            table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
-            if target.is_memory:
-                least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
-            shares = np.ones(len(known))
-            for place, (i, record) in enumerate(records.items()):
-                unlike = self._familiarity.judge(cases[i], record)
-                share = self._evidence.share(unlike.axes) if target.is_memory else 1.0
-                shares[place] = min(share, self._evidence.families.get(cases[i].family, 1.0))
-                if reasons := _reasons(unlike, share):
-                    unfamiliar[i] = reasons
-                if unlike.widening:
-                    outside.add(i)
-                    widening[i] = unlike.widening
-            corrected = base.copy()
-            if (learned := shares > 0).any():
-                corrected[learned] = self._centre(self._correction, table[learned], base[learned])
-            centre[known] = np.where(shares < 1, base + shares * (corrected - base), corrected)
+        known_records = list(records.values())
+        table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
+        if target.is_memory:
+            least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
+        shares = np.ones(len(known))
+        for place, (i, record) in enumerate(records.items()):
+            unlike = self._familiarity.judge(cases[i], record)
+            share = self._evidence.share(unlike.axes) if target.is_memory else 1.0
+            shares[place] = min(share, self._evidence.families.get(cases[i].family, 1.0))
+            if reasons := _reasons(unlike, share):
+                unfamiliar[i] = reasons
+            if unlike.widening:
+                outside.add(i)
+                widening[i] = unlike.widening
+        corrected = base.copy()
+        if (learned := shares > 0).any():
+            corrected[learned] = self._centre(self._correction, table[learned], base[learned])
+        centre[known] = np.where(shares < 1, base + shares * (corrected - base), corrected)
 
         def scales() -> np.ndarray:
             scale = np.full(n, np.nan)
-            if known:
-                scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
+            scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             for i, axes in widening.items():
                 scale[i] *= self._widening(axes, scale[i], kind[i])
             return scale
@@ -438,7 +435,7 @@ class HybridEstimator(Estimator):
         rows = [list(features_of(record.values)) for record in records]
         for row, case in zip(rows, cases, strict=True):
             row.insert(place, _torch(case.torch_version))
-        return np.array(rows, dtype=float)
+        return np.array(rows, dtype=float).reshape(len(rows), len(self._columns))
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
         """Return the features that the scale is learned from. For memory, features that depend on the batch are left
