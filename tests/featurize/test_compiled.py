@@ -43,8 +43,11 @@ def reading() -> nn.Module:
 
 
 def chain() -> nn.Module:
-    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
-    return Computes(lambda net, x: net.last(net.first(x).sin().mul(2).tanh().add(1)), **layers)
+    return Computes(
+        lambda net, x: net.last(net.first(x).sin().mul(2).tanh().add(1)),
+        first=nn.Linear(WIDTH, WIDTH),
+        last=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def summed(output: Tensor, _target: Tensor) -> Tensor:

@@ -172,8 +172,7 @@ def traced(options, make=Net, rank=0, name=None):
 
 
 def words():
-    layers = {"words": nn.Embedding(64, WIDTH), "last": nn.Linear(WIDTH, 5)}
-    return Computes(lambda net, ids: net.last(net.words(ids)), **layers)
+    return Computes(lambda net, ids: net.last(net.words(ids)), words=nn.Embedding(64, WIDTH), last=nn.Linear(WIDTH, 5))
 
 
 def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
