@@ -336,12 +336,11 @@ def _slots_of(path: str, launcher: str) -> dict[str, int]:
     slots = {}
     for line in lines:
         text = line.partition("#")[0].strip()
-        if not text:
-            continue
         words = re.fullmatch(r"(\S+)\s+slots=(\S+)", text)
-        if words is None:
+        if words is not None:
+            slots[words[1]] = _count_of(words[2], f"{launcher} --hostfile {path}: slots")
+        elif text:
             raise UsageError(f"{launcher} --hostfile {path}: {line!r} is not written as `worker-1 slots=8`")
-        slots[words[1]] = _count_of(words[2], f"{launcher} --hostfile {path}: slots")
     if not slots:
         raise UsageError(f"{launcher} --hostfile {path} names no node, as in `worker-1 slots=8`")
     return slots

@@ -190,6 +190,7 @@ def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, 
     assert done.returncode == 0, done.stderr
     assert "installed core: antlr4-python3-runtime 4.9.3, duckdb " in done.stdout and "ray" not in done.stdout
     (core,) = target.iterdir()  # this Python has NumPy
+    assert core.name == f"core-{manifest_of(folder / 'part-1')['archives']['core']['sha256'][:16]}", "its content's"
     site, source = core / "site", core / "source"
     assert (site / "pyarrow" / "__init__.py").exists() and (source / "infra" / "cron").exists()
     libraries = {path.name for path in (site / "pyarrow").iterdir()} - {"__init__.py"}

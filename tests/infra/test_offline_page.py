@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import shutil
 from dataclasses import replace
 
@@ -132,18 +133,18 @@ def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(o
     assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
-def test_tests_that_failed_are_in_the_summary(tmp_path):
-    record_tests(tmp_path, passed=40, failed=1)
+@pytest.mark.parametrize(
+    ("outcomes", "ended", "summary", "words"),
+    [
+        ({"passed": 40, "failed": 1}, "failed", "40 passed, 1 failed", "tests/gpu/test_cuda.py::test_failed_0 failed"),
+        ({"passed": 2}, "killed", "2 passed", "The tests did not end: killed."),
+    ],
+)
+def test_tests_that_failed_or_did_not_end_are_no_good_outcome(tmp_path, outcomes, ended, summary, words):
+    record_tests(tmp_path, **outcomes)
+    (tmp_path / "calls.jsonl").write_text(json.dumps({"step": "test", "device": "cpu", "outcome": ended}) + "\n")
     made_page = make_page(read_results(tmp_path), None)
-    assert "tests: 40 passed, 1 failed\n" in in_terminal(made_page)
-    assert "tests/gpu/test_cuda.py::test_failed_0 failed" in ParsedPage(render_page(made_page)).text
-
-
-def test_tests_that_did_not_end_are_no_good_outcome(tmp_path):
-    record_tests(tmp_path, passed=2)
-    (tmp_path / "calls.jsonl").write_text('{"step": "test", "device": "cpu", "outcome": "killed"}\n')
-    text = ParsedPage(render_page(make_page(read_results(tmp_path), None))).text
-    assert "The tests did not end: killed." in text
+    assert f"tests: {summary}\n" in in_terminal(made_page) and words in ParsedPage(render_page(made_page)).text
 
 
 def test_without_probes_the_context_is_judged_by_the_runs(of_planted, planted, tmp_path):

@@ -65,6 +65,8 @@ def test_a_lone_job_s_risk_is_that_of_its_own_distribution():
 def test_measured_memory_counts_where_it_is_more_than_the_jobs_figures():
     free, tight, full = (admit(job(), gpu(job(), memory=30_000, used=mib)).risk for mib in (11_000, 19_000, 30_000))
     assert free == 0 < tight < full == 1
+    rising = [admit(job(), gpu(job(), memory=22_000, used=mib)).risk for mib in (0, 10_500, 11_000, 11_500)]
+    assert rising == sorted(rising) and 0 < rising[0] < rising[-1] < 0.5
 
 
 def test_a_job_without_a_bound_is_refused_and_named():
