@@ -10,14 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, kernels, ranks, run_row
+from warehouse_rows import ask, collocations, kernels, ranks, run_row, take_in
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse.exchange import dataset, exporting, ingesting
 from warehouse.exchange.dataset import find_parts, read_part, repository_folder, scrub, thin, to_bytes
 from warehouse.exchange.dataset_card import card
 from warehouse.exchange.exporting import ExportSettings, export
-from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -111,7 +110,7 @@ def exported(folder, out, **settings):
 
 
 def loaded(out, data):
-    return ingest(IngestSettings(source="dataset", path=str(out), data=str(data)))
+    return take_in(data, "dataset", out)
 
 
 def rewrite(path, described=None, without=(), **values):

@@ -17,9 +17,8 @@ from featurize.families import cnn, layers_of
 from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
-from tests.warehouse.warehouse_rows import TRANSFORMER, csv_table
+from tests.warehouse.warehouse_rows import TRANSFORMER, cnn_name, csv_table, mlp_name, take_in
 from warehouse.exchange import ingesting
-from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published import dense_parameters, pool_intervals
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
@@ -27,20 +26,6 @@ from warehouse.reading.connection import select
 
 OLD_HEADER = HEADER[:5]
 ROOT = Path(warehouse.__file__).parent.parent
-
-
-def mlp(batch=32, depth=2):
-    return (
-        f"input:20_output:4_depth:{depth}_arch:pyramid_batch:{batch}_act:elu_dropout:0.25_dropout:True_"
-        "batchnorm:True.out"
-    )
-
-
-def cnn_name(arch="uniform", depth=3, side=32):
-    return (
-        f"input_channels:3_num_classes:7_depth:{depth}_arch:{arch}_base_filters:16_batch:4_input_size:{side}_act:swish_"
-        "dropout:0.1_dropout:False_batchnorm:False.out"
-    )
 
 
 def measured(name, batch, memory, status="SUCCESSFUL", depth=3):
@@ -54,10 +39,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def take(place):
-    def taken(path, source="gpumemnet", **settings):
-        return ingest(IngestSettings(source=source, path=str(path), data=str(place / "data"), **settings))
-
-    return taken
+    return lambda path, source="gpumemnet", **settings: take_in(place / "data", source, path, **settings)
 
 
 def rows(place, columns="*", where="true"):
@@ -65,8 +47,8 @@ def rows(place, columns="*", where="true"):
 
 
 ROWS = [
-    measured(mlp(), 32, 1500),
-    measured(mlp(64), 64, 1600),
+    measured(mlp_name(), 32, 1500),
+    measured(mlp_name(64), 64, 1600),
     measured(cnn_name(), 4, 39_000, "OOM_CRASH"),
     measured(TRANSFORMER, 8, 2000),
 ]
@@ -167,7 +149,7 @@ def test_ingesting_twice_adds_nothing_from_wherever_and_a_grown_file_only_its_ne
     assert (again.new, again.already_there) == (0, 4)
     (elsewhere,) = take(csv_table(place / "deep" / "er" / "other.csv", HEADER, ROWS[::-1])).files
     assert elsewhere.new == 0 and rows(place) == before
-    (grown,) = take(csv_table(path, HEADER, [*ROWS[:1], measured(mlp(99), 99, 1700), *ROWS[1:]])).files
+    (grown,) = take(csv_table(path, HEADER, [*ROWS[:1], measured(mlp_name(99), 99, 1700), *ROWS[1:]])).files
     assert (grown.rows, grown.new, grown.already_there) == (5, 1, 4)
     assert len(rows(place)) == 5
 
@@ -181,13 +163,13 @@ def test_the_same_measurements_with_other_columns_are_the_same_runs(place, take)
 
 def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, take):
     table = [
-        measured(mlp(), 32, 0),
-        measured(mlp(), 32, 1500, depth=0),
+        measured(mlp_name(), 32, 0),
+        measured(mlp_name(), 32, 1500, depth=0),
         ROWS[0],
         measured("what?", 3, -1),
-        measured(mlp(), 32, 1800, "EXPLODED"),
-        measured(mlp(), 32, 9e30),
-        measured(mlp(), 33, 1500),
+        measured(mlp_name(), 32, 1800, "EXPLODED"),
+        measured(mlp_name(), 32, 9e30),
+        measured(mlp_name(), 33, 1500),
     ]
     (report,) = take(csv_table(place / "some.csv", HEADER, table)).files
     invalid = {

@@ -4,7 +4,7 @@ import pytest
 
 from conf.errors import UsageError
 from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
-from tests.warehouse.warehouse_rows import TRANSFORMER, csv_table
+from tests.warehouse.warehouse_rows import TRANSFORMER, cnn_name, csv_table, mlp_name
 from warehouse.exchange.published import parse_filename, read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
@@ -15,23 +15,9 @@ def read(path):
     return read_published(path).files[0].rows
 
 
-def mlp(act="leaky_relu", switch="True", batch=32):
-    return (
-        f"input:20_output:4_depth:2_arch:bottleneck_batch:{batch}_act:{act}_dropout:0.25_dropout:{switch}_"
-        "batchnorm:True.out"
-    )
-
-
-def cnn(depth=3, arch="reverse_pyramid"):
-    return (
-        f"input_channels:3_num_classes:7_depth:{depth}_arch:{arch}_base_filters:16_batch:4_input_size:32_act:swish_"
-        "dropout:1e-1_dropout:False_batchnorm:False.out"
-    )
-
-
 NAMES = {
     "an MLP": (
-        mlp(),
+        mlp_name(),
         {
             "activation": "leaky_relu",
             "topology": "bottleneck",
@@ -40,9 +26,9 @@ NAMES = {
             "softmax": True,
         },
     ),
-    "dropout switched off": (mlp(switch="False"), {"dropout": 0}),
+    "dropout switched off": (mlp_name(switch="False"), {"dropout": 0}),
     "a CNN": (
-        cnn(),
+        cnn_name(),
         {
             "topology": "reverse_pyramid",
             "activation": "silu",
@@ -86,7 +72,7 @@ def test_a_key_that_stands_twice_and_values_with_underscores_are_told_apart(name
     [
         ("model.out", "no known first key"),
         ("input:9_output:3_arch:uniform_batch:2.out", "lacks depth"),
-        (mlp(switch="maybe"), "dropout twice"),
+        (mlp_name(switch="maybe"), "dropout twice"),
         ("input:many_output:3_depth:1_arch:uniform_batch:2.out", "many"),
     ],
 )
@@ -100,7 +86,10 @@ def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
         csv_table(
             tmp_path / "some.csv",
             CNN,
-            [(cnn(), 3, 100, 4, 1500, 50, -1, "0.5", "SUCCESSFUL"), (cnn(), 3, 100, 4, 1500, "", 0, 1.5, "SUCCESSFUL")],
+            [
+                (cnn_name(), 3, 100, 4, 1500, 50, -1, "0.5", "SUCCESSFUL"),
+                (cnn_name(), 3, 100, 4, 1500, "", 0, 1.5, "SUCCESSFUL"),
+            ],
         )
     )
     assert dict(rows[0].utilization) == {"gpu_util": 0.5, "smact": None, "drama": 0.5}

@@ -10,8 +10,7 @@ import pytest
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping, config_hash
 from learn.rows.data import load_rows
-from tests.warehouse.warehouse_rows import csv_file
-from warehouse.exchange.ingesting import IngestSettings, ingest
+from tests.warehouse.warehouse_rows import csv_file, take_in
 from warehouse.exchange.published_tables import TABLES
 from warehouse.reading.connection import select
 from warehouse.tables.schema import SCHEMA_VERSION
@@ -208,10 +207,9 @@ ROWS = {
 }
 
 
-def take_into(place, source, *lines, path=None):
-    """Ingest a file, by default of these lines, into the data folder at a place; return the file's report."""
-    path = path or csv_file(place / f"{source}.csv", *lines)
-    report, *_of_pairs = ingest(IngestSettings(source=source, path=str(path), data=str(place / "data"))).files
+def take_into(place, source, *lines):
+    """Ingest a file of these lines into the data folder at a place; return the file's report."""
+    report, *_of_pairs = take_in(place / "data", source, csv_file(place / f"{source}.csv", *lines)).files
     return report
 
 
@@ -356,7 +354,7 @@ def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, ta
 def test_a_foreign_file_is_one_clear_message(tmp_path, source):
     path = csv_file(tmp_path / "foreign.csv", {"a": 1})
     with pytest.raises(UsageError, match=f"no file of source={source}; foreign.csv: not of this source"):
-        ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
+        take_in(tmp_path / "data", source, path)
     assert not (tmp_path / "data").exists()
 
 

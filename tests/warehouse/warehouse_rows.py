@@ -47,6 +47,22 @@ TRANSFORMER = (
 TIMM_HEADER = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
 
 
+def mlp_name(batch: int = 32, switch: str = "True") -> str:
+    """The file name of one of GPUMemNet's MLPs; `switch`: whether it has dropout."""
+    return (
+        f"input:20_output:4_depth:2_arch:bottleneck_batch:{batch}_act:leaky_relu_dropout:0.25_dropout:{switch}_"
+        "batchnorm:True.out"
+    )
+
+
+def cnn_name(arch: str = "reverse_pyramid", depth: int = 3, side: int = 32) -> str:
+    """The file name of one of GPUMemNet's CNNs."""
+    return (
+        f"input_channels:3_num_classes:7_depth:{depth}_arch:{arch}_base_filters:16_batch:4_input_size:{side}_act:swish_"
+        "dropout:1e-1_dropout:False_batchnorm:False.out"
+    )
+
+
 def run_row(index: int, **changes) -> dict:
     """A run of job J as the dispatcher lands it, on its first attempt."""
     return {
