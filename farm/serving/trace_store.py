@@ -180,11 +180,11 @@ class TraceStore:
         with self._file.transaction():
             self._give_back("key = ?", (key,), problem)
 
-    def recover(self) -> int:
-        """Queue the questions again that ran when the service ended. Returns their number."""
+    def recover(self) -> None:
+        """Queue the questions again that ran when the service ended."""
         with self._file.transaction():
             self._file.change("DELETE FROM pulse")  # the last service's
-            return self._give_back("state = ?", (RUNNING,), "the service ended while it was traced")
+            self._give_back("state = ?", (RUNNING,), "the service ended while it was traced")
 
     def beat(self) -> None:
         """Record that the pool of traces is alive."""
@@ -210,12 +210,12 @@ class TraceStore:
             (state, self._clock(), answer, problem, key),
         )
 
-    def _give_back(self, where: str, values: tuple[Any, ...], problem: str) -> int:
+    def _give_back(self, where: str, values: tuple[Any, ...], problem: str) -> None:
         self._file.change(
             f"UPDATE questions SET state = ?, ended_at = ?, problem = ?, question = '' WHERE {where} AND attempts >= ?",
             (FAILED, self._clock(), f"{problem}, {MOST_ATTEMPTS} times", *values, MOST_ATTEMPTS),
         )
-        return self._file.change(
+        self._file.change(
             f"UPDATE questions SET state = ?, started_at = NULL WHERE {where} AND state = ?",
             (QUEUED, *values, RUNNING),
         )
