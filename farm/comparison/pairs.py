@@ -7,7 +7,6 @@ then at `compare_runs`. This process imports no torch: each environment's own Py
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from conf.children.keeper import TIME
 from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import PACKAGES
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.identity import canonical_json
+from conf.files.identity import mapping_hash, sha256_of
 from conf.plain_text import error_line
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
@@ -168,20 +167,14 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     except UsageError as error:
         raise UsageError(f"{key}={text}: {python} cannot run a trial: {error}") from error
     identity = {**answer, "python": str(python), "code": _trial_code(code)}
-    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]
-    return Environment(
-        text=text, python=python, versions={name: answer.get(name) for name in _VERSIONS}, fingerprint=digest
-    )
+    versions = {name: answer.get(name) for name in _VERSIONS}
+    return Environment(text=text, python=python, versions=versions, fingerprint=mapping_hash(identity)[:8])
 
 
-def _trial_code(code: Path) -> str:
-    """Return a digest of the code that determines a run's figures; both sides must have run the same code."""
-    digest = hashlib.sha256()
-    for package in ("featurize", "workers"):
-        root = (code / package).resolve()
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+def _trial_code(code: Path) -> dict[str, str]:
+    """Return a digest of each file that determines a run's figures; both sides must have run the same code."""
+    roots = [(code / package).resolve() for package in ("featurize", "workers")]
+    return {str(path.relative_to(root.parent)): sha256_of(path) for root in roots for path in root.rglob("*.py")}
 
 
 LABELS = {

@@ -168,11 +168,8 @@ def _none() -> tuple[Counter[str], Counter[str]]:
 def _dtypes(
     compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> dict[str, tuple[float, float]]:
-    before: Counter[str] = Counter()
-    after: Counter[str] = Counter()
-    for old, new in compared.values():
-        before.update(old["dtypes"])
-        after.update(new["dtypes"])
+    before = sum((Counter(old["dtypes"]) for old, _ in compared.values()), Counter[str]())
+    after = sum((Counter(new["dtypes"]) for _, new in compared.values()), Counter[str]())
     return {name: (before[name], after[name]) for name in sorted(before | after)}
 
 
