@@ -59,7 +59,7 @@ def contents(folder):
 
 @pytest.mark.slow
 def test_the_command_writes_a_model_a_target_and_a_card(tmp_path, monkeypatch, shown):
-    """Of fewer trees and configurations, and without the project's own data set."""
+    """It has fewer trees and configurations than the packaged one, and lacks the project's own data set."""
     monkeypatch.setattr(build_defaults, "CASES", 60)
     monkeypatch.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
     monkeypatch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=10))
