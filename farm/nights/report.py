@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +49,42 @@ EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowCount:
+    """Runs of one kind: in total, and those that finished in this cycle."""
+
+    family: str
+    device_name: str | None
+    source: str
+    status: str
+    rows: int
+    tonight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureGroup:
+    """Runs of this cycle with the same status, error type and message, apart from figures in it."""
+
+    status: str
+    error_type: str | None
+    said: str
+    runs: int
+    families: Sequence[str]
+    run_ids: Sequence[str]  # a few
+    log: str  # the end of one's message, traceback and output
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportRows:
-    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown.
+    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown."""
 
-    counts    runs of a kind: family, device_name, source, status, rows (in total), tonight (finished in this cycle)
-    failures  runs of this cycle with the same status, error type and message, apart from figures in it: status,
-              error_type, said, runs, families, run_ids (a few), log (the end of one's message, traceback and output)
-    """
-
-    counts: Sequence[Mapping[str, Any]]
+    counts: tuple[RowCount, ...]
     device_names: tuple[str, ...]
     source: str
     memory: Grid
     levels: tuple[Grid, ...]
     regions: tuple[Grid, ...]  # one a family: batch size by parameters
     absent_families: tuple[str, ...]
-    failures: Sequence[Mapping[str, Any]]
+    failures: tuple[FailureGroup, ...]
     failed_tonight: int
     untrusted_tonight: int  # executions
 
@@ -100,15 +120,16 @@ def _read(
     source: str,
 ) -> ReportRows:
     query = "SELECT family, device_name, source, status, count(*) AS rows, count(*) FILTER (tonight) AS tonight"
-    counts = counted.sql(f"{query} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
-    spelled = {count["device_name"] for count in counts if count["device_name"]}
+    kinds = counted.sql(f"{query} FROM rows GROUP BY ALL ORDER BY ALL").to_arrow_table().to_pylist()
+    counts = tuple(RowCount(**kind) for kind in kinds)
+    spelled = {count.device_name for count in counts if count.device_name}
     names = tuple(sorted(name for name in spelled if same_device(name, device_name)))
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
         f"AND source = {sql_text(source)}"
     )
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
-    failed_tonight = sum(count["tonight"] for count in counts if count["status"] in FAILED)
+    failed_tonight = sum(count.tonight for count in counts if count.status in FAILED)
     untrusted = connection.execute(f"SELECT count(*) FROM attempts WHERE quality = 'untrusted' AND {tonight}")
     ((untrusted_tonight,),) = untrusted.fetchall()
 
@@ -164,7 +185,7 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failure_groups(connection: WarehouseConnection, tonight: str) -> Sequence[Mapping[str, Any]]:
+def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[FailureGroup, ...]:
     """Return the most frequent kinds of tonight's failures."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback has its message in the last line that is not indented, other texts in the first.
@@ -186,8 +207,7 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> Sequence[M
         FROM sentences GROUP BY status, error_type, regexp_replace(said, '0x[0-9a-f]+|[0-9]+', '#', 'g')
         ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
     )
-    failures: list[dict[str, Any]] = groups.to_arrow_table().to_pylist()
-    return failures
+    return tuple(FailureGroup(**group) for group in groups.to_arrow_table().to_pylist())
 
 
 _MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
@@ -351,8 +371,9 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     earlier = [other for other in cycles if other.started_at <= cycle.started_at and other.name != cycle.name]
     nights = []
     for night in [*earlier, cycle]:
-        try:
-            night_figures(night), learnt_in(night)
+        try:  # the payloads that pages read of each night may be damaged
+            night_figures(night)
+            learnt_in(night)
         except CommandError as error:
             notes.append(f"{error}; that night is left out")
         else:

@@ -100,8 +100,8 @@ def _rows(report: Report) -> Section | None:
         return None
     by_kind: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for count in report.rows.counts:
-        counted = Counter({count["status"]: count["rows"], "tonight": count["tonight"], "rows": count["rows"]})
-        for kind in ((count["family"], count["device_name"] or MISSING, count["source"]), ("all", "", "")):
+        counted = Counter({count.status: count.rows, "tonight": count.tonight, "rows": count.rows})
+        for kind in ((count.family, count.device_name or MISSING, count.source), ("all", "", "")):
             by_kind[kind] += counted
     shown = ("rows", "tonight", *(status for status in STATUSES if by_kind["all", "", ""][status]))
     lines: list[tuple[Cell, ...]] = [
@@ -154,8 +154,8 @@ def _failures(report: Report) -> Section | None:
         Lead(f"{count_of(rows.untrusted_tonight, 'execution')} cannot be trusted; nothing is learned from them."),
     ]
     for group in rows.failures:
-        head = f"{group['runs']:,} × {group['status']}: {group['said']} ({', '.join(group['families'])})"
-        parts.append(Fold(head, (Lead(", ".join(group["run_ids"])), Preformatted(group["log"]))))
+        head = f"{group.runs:,} × {group.status}: {group.said} ({', '.join(group.families)})"
+        parts.append(Fold(head, (Lead(", ".join(group.run_ids)), Preformatted(group.log))))
     return Section("failures", "Failures", tuple(parts))
 
 
