@@ -8,7 +8,7 @@ import fcntl
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
@@ -25,6 +25,9 @@ from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import open_lock
 from workers.devices import DeviceChoice
+
+if TYPE_CHECKING:
+    import rich.status
 
 EXIT_FAILED = 1
 _CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
@@ -215,7 +218,7 @@ class _StatusLine:
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._status = self._console.status("")
+        self._status: rich.status.Status | None = None
 
     def __call__(self, doing: str) -> None:
         if not self._console.is_terminal:
@@ -224,8 +227,10 @@ class _StatusLine:
         elif doing in ("canaries", "run"):  # they show their own progress bar
             self.close()
         else:
+            if self._status is None:
+                self._status = self._console.status("")
+                self._status.start()
             self._status.update(doing)
-            self._status.start()
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
@@ -234,7 +239,9 @@ class _StatusLine:
 
     def close(self) -> None:
         """Take the line off the screen; the next activity shows it again."""
-        self._status.stop()
+        if self._status is not None:
+            self._status.stop()
+            self._status = None  # one that is started again would erase as many lines as it had
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
-from farm.grow import _cycle_lock
+from farm.grow import _cycle_lock, _StatusLine
 from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
@@ -226,6 +226,18 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
     words = "every trial that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     assert [words in text for text in (error, cycle.said, messages()["said"])] == [True] * 3
     assert (code, error.count("error: ")) == (1, 1)
+
+
+def test_an_activity_that_takes_two_lines_of_the_terminal_costs_no_permanent_line(monkeypatch, capsys):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "20"}.items():
+        monkeypatch.setenv(name, value)
+    line = _StatusLine(quiet=False)
+    line("learning memory: fold 3 of 5")
+    line.say("peak memory: kept")
+    capsys.readouterr()
+    line("next")
+    line.close()
+    assert capsys.readouterr().err.count("\x1b[1A") == 1, "its own line is erased, and no other"
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
