@@ -94,10 +94,11 @@ class DiskCache:
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:
         """Store entries if possible. If two processes write the same entry, the later one wins."""
+        contents = dict(entries)
+        packed = {content: zlib.compress(content, 1) for content in set(contents.values())}  # many may be equal
         rows = []
-        for key, content in entries:
-            packed = zlib.compress(content, 1)
-            rows.append((key, hashlib.sha256(key.encode() + packed).digest(), packed))
+        for key, content in contents.items():
+            rows.append((key, hashlib.sha256(key.encode() + packed[content]).digest(), packed[content]))
         try:
             self._write(rows)
         except (sqlite3.OperationalError, OSError):  # busy, full, or not writable
@@ -154,13 +155,19 @@ def _cache_at(given: str | None, *_: str | None) -> DiskCache | None:
     return None
 
 
-def recall(name: str) -> Any:
-    """Return the value that this version of the code stored in the user's cache; None for a missing name."""
-    if (cache := user_cache()) is None:
-        return None
-    key = f"{code_version()} {name}"
-    with contextlib.suppress(ValueError, KeyError):
-        return msgpack.unpackb(cache.read([key])[key], ext_hook=_integer, unicode_errors="surrogatepass")
+def recall(*names: str) -> list[Any]:
+    """Return the values that this version of the code stored in the user's cache; None for a missing name."""
+    cache = user_cache() if names else None
+    if cache is None:
+        return [None] * len(names)
+    keys = [f"{code_version()} {name}" for name in names]
+    stored = cache.read(keys)
+    return [_value(stored[key]) if key in stored else None for key in keys]
+
+
+def _value(content: bytes) -> Any:
+    with contextlib.suppress(ValueError):
+        return msgpack.unpackb(content, ext_hook=_integer, unicode_errors="surrogatepass")
 
 
 def _integer(_kind: int, digits: bytes) -> int:

@@ -591,7 +591,7 @@ def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernel
 def _from_disk(key: str, training_loop: bool) -> Traces:
     """Return the job's trace on disk; empty if there is none that can be read."""
     try:
-        stored = recall(f"trace {training_loop} {key}")
+        (stored,) = recall(f"trace {training_loop} {key}")
         return {(AttentionKernels(**stored["kernels"]), training_loop): trace_of_json(stored["trace"])}
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return {}

@@ -1,8 +1,7 @@
 """Answers to requests for an estimate, from the cache or computed.
 
 Start reading at `make_estimate`; `learn.estimation.draft` gathers the figures. The key of an answer covers all of its
-inputs (`_key`). This process keeps the answers themselves, and the user's cache (`conf.files.disk_cache`) an entry for
-each question with all of its answers.
+inputs (`_key`). Answers are kept in this process and in the user's cache (`conf.files.disk_cache`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError
@@ -112,17 +111,15 @@ def answer_on(
     traces = {} if traces is None else traces
     if key is None:
         return [outcome for outcome, _ in _make_estimates(request, platforms, False, traces)]
-    keys = [_digest(key, platform) for platform in platforms]
-    entry = f"answer {_digest(*keys)}"
-    outcomes = _recall(entry, keys)
+    keys = [_digest(key, platform, platform.device.interconnect) for platform in platforms]
+    outcomes = _recall(keys)
     missing = {answer_key: on for answer_key, on in zip(keys, platforms, strict=True) if answer_key not in outcomes}
     with kept_at_once():
         if missing:
             made = _make_estimates(request, list(missing.values()), False, traces)
             outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
         estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
-        if not missing.keys().isdisjoint(estimates):
-            keep({entry: estimates})
+        keep(_entries({new: estimates[new] for new in missing if new in estimates}))
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
@@ -152,15 +149,29 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
     return estimate
 
 
-def _recall(entry: str, keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
-    """Return the answers that are in memory, or in an entry of the user's cache, by key."""
+def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    """Return the cache's entries for new answers by key: the first one's holds all, and the others' name it."""
+    if not estimates:
+        return {}
+    first, *others = estimates
+    return {f"answer {first}": estimates, **{f"answer {key}": first for key in others}}
+
+
+def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
+    """Return the answers that are in memory or in the user's cache, by key."""
     known: dict[str, Estimate | CommandError] = {key: _answers[key] for key in keys if key in _answers}
-    if others := [key for key in keys if key not in known]:
-        stored = recall(entry)
-        for key in others:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                known[key] = Estimate.from_mapping(stored[key])
+    others = [key for key in keys if key not in known]
+    entries = _stored(others)
+    entries |= _stored({home for home in entries.values() if isinstance(home, str) and home not in entries})
+    for key in others:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            home = entries[key]
+            known[key] = Estimate.from_mapping((entries[home] if isinstance(home, str) else home)[key])
     return known
+
+
+def _stored(keys: Collection[str]) -> dict[str, Any]:
+    return dict(zip(keys, recall(*(f"answer {key}" for key in keys)), strict=True))
 
 
 def clear() -> None:

@@ -165,7 +165,7 @@ def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
 def find(key: str) -> ScriptRecord | None:
     """Return the record of an earlier run, without its trace. None: the script has to run."""
     try:
-        stored = recall(key)
+        (stored,) = recall(key)
         if any(_stamp(path) != stamp for path, stamp in stored["files"].items()):
             return None
         return replace(record_of_json({**stored, "files": None}), key=_job_key(key, stored["files"]))
@@ -178,7 +178,7 @@ def with_trace(record: ScriptRecord) -> ScriptRecord | None:
     if record.trace is not None:
         return record
     try:
-        return replace(record, trace=trace_of_json(recall(f"trace of {record.key}")))
+        return replace(record, trace=trace_of_json(*recall(f"trace of {record.key}")))
     except _DAMAGED:
         return None
 

@@ -362,12 +362,11 @@ def test_tensors_without_memory_are_not_read():
 def test_names_that_are_not_utf8_and_integers_of_any_size_are_kept(cache):
     sizes = [2**64 - 1, -(2**70) - 1, 10**400]
     keep({"entry": {"file": "a\udc80.py", "sizes": sizes, "rows": [(1, None, True, 0.1)]}})
-    assert recall("entry") == {"file": "a\udc80.py", "sizes": sizes, "rows": [[1, None, True, 0.1]]}
-    assert recall("none") is None
+    assert recall("entry", "none") == [{"file": "a\udc80.py", "sizes": sizes, "rows": [[1, None, True, 0.1]]}, None]
 
 
 def test_an_environment_without_msgpack_has_no_cache(cache):
-    keeping = "from conf.files.disk_cache import keep, recall; keep({'entry': 1}); print(recall('entry'))"
+    keeping = "from conf.files.disk_cache import keep, recall; keep({'entry': 1}); print(*recall('entry'))"
     command = [sys.executable, "-c", f"import sys; sys.modules['msgpack'] = None; {keeping}"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n" and not cache.exists()
 
@@ -375,7 +374,7 @@ def test_an_environment_without_msgpack_has_no_cache(cache):
 def test_an_entry_that_would_fill_the_memory_is_none(cache, monkeypatch):
     monkeypatch.setattr(disk_cache, "MOST_BYTES", 1000)
     keep({"entry": "a" * 1000})
-    assert recall("entry") is None
+    assert recall("entry") == [None]
 
 
 @pytest.mark.parametrize(
@@ -427,5 +426,7 @@ def test_answers_of_a_table_and_of_single_questions_stay_beside_each_other(cache
     with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database, database:
         database.execute("DELETE FROM entries WHERE key NOT LIKE '% answer %'")  # so that none is made of the trace
     assert figures(estimate(CONFIG, device="T4")) == figures(later)
+    assert estimate(CONFIG, device=V100).device == V100.name
+    as_another_process()
     assert devices_that_fit(CONFIG, devices=[A100, V100]) == table
     assert len(traced) == 1
