@@ -145,11 +145,11 @@ def test_a_gpu_without_8_bit_products_is_refused_by_name(device):
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"float8": "delayed"}, "known: rowwise, rowwise_with_gw_hp, tensorwise"),
+        ({"float8": "delayed"}, "must be one of tensorwise, rowwise, rowwise_with_gw_hp"),
         ({"float8_skip": ["head"]}, "float8_skip needs float8"),
         ({"float8": "rowwise", "float8_all_gather": True}, "float8_all_gather needs float8=tensorwise"),
         ({"float8": "rowwise", "quantize": "nf4"}, "give either float8 or quantize"),
-        ({"float8": "rowwise", "float8_skip": "head"}, "float8_skip is a list"),
+        ({"float8": "rowwise", "float8_skip": "head"}, "float8_skip must be a list"),
         ({"float8": "rowwise", "float8_skip": ["tail"]}, "no linear layer 'tail'"),
         ({"float8": "rowwise", "float8_skip": ["wide", "narrow", "head"]}, "no linear layer to convert"),
         ({"float8": "tensorwise", "float8_all_gather": True}, "needs parallel=fsdp=N"),
