@@ -336,7 +336,7 @@ class EstimationService:
         for asked in rows:
             row = await self._wait_for_row(asked, replace(caller, wait_s=max(ends - time.monotonic(), 0.0)))
             answer = _answer_of("estimate", row)
-            if "url" in answer:
+            if not row.is_finished:
                 detail = "The job is not yet known: it is being traced. Ask again in a second."
                 raise Problem(HTTPStatus.CONFLICT, "not-yet-known", detail, headers={"retry-after": "1"})
             estimates.append(Estimate.from_mapping(answer["estimate"]))
@@ -423,7 +423,10 @@ class EstimationService:
         try:
             while not row.is_finished and (waited_s := time.monotonic() - began) < caller.wait_s:
                 await asyncio.sleep(min(max(_LOOK_EVERY_S, waited_s / 10), _LOOK_SELDOM_S))
-                row = await self.questions.get(row.key) or row
+                current = await self.questions.get(row.key)
+                if current is None:
+                    return row  # it was forgotten meanwhile
+                row = current
             return row
         finally:
             self.waiting.give_back(client)
@@ -431,8 +434,9 @@ class EstimationService:
 
     async def _respond(self, kind: str, row: QuestionRow, caller: Caller) -> Response:
         """Return the answer, or its future URL. Raises `Problem`."""
-        answer = _answer_of(kind, await self._wait_for_row(row, caller))
-        if "url" not in answer:
+        row = await self._wait_for_row(row, caller)
+        answer = _answer_of(kind, row)
+        if row.is_finished:
             return _json(answer)
         return _json(answer, HTTPStatus.ACCEPTED, headers={"location": answer["url"], "retry-after": "1"})
 
@@ -446,7 +450,7 @@ class EstimationService:
 
 
 def _answer_of(kind: str, row: QuestionRow) -> dict[str, Any]:
-    """Return a question's answer, or its future URL as `url`. Raises `Problem` if it cannot be answered."""
+    """Return a question's answer, or its future URL while it waits for its trace. Raises `Problem` if it failed."""
     if row.state == FAILED:
         raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "not-answerable", row.problem or "the trace failed")
     if row.state == DONE:

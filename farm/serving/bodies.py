@@ -390,7 +390,7 @@ class ClientQuestion:
 
 
 def request_at(body: Mapping[str, Any], pointer: str) -> EstimateRequest:
-    """Return the request of one job. Raises `Problem`, whose pointers begin with that of the body."""
+    """Return the request of one job. Raises `Problem`, whose pointers begin with `pointer`, where the body stands."""
     try:
         return EstimateRequest.model_validate(body)
     except ValidationError as error:

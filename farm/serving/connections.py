@@ -53,6 +53,8 @@ class GuardedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start without uvicorn's listener, then accept."""
         await super().startup(sockets=[])
+        if not self.started:
+            return
         self._loop = asyncio.get_running_loop()
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)

@@ -209,9 +209,9 @@ class _ClientGone(Exception):
 class Gate:
     """Passes requests to `inner`, and answers the others with a problem document.
 
-    `scope[CALLER]` names the client to `inner`; the request holds one of that client's `places`. A client has `pages`
-    of the explorer made at a time; its further ones wait. `limits.inline_s` excludes the time that a client asked to
-    wait. Without tokens every client is let in, but the host must be one of this machine's names.
+    `scope[CALLER]` tells `inner` the client and its wait; the request holds one of that client's `places`. A client has
+    `pages` of the explorer made at a time; its further ones wait. `limits.inline_s` excludes the time that a client
+    asked to wait. Without tokens every client is let in, but the host must be one of this machine's names.
     """
 
     def __init__(

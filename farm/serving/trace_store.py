@@ -89,8 +89,10 @@ class TraceStore:
     """
 
     def __init__(self, path: Path, settings: ServeSettings, clock: Callable[[], float] = time.time) -> None:
-        self._waiting, self._stored_bytes = settings.limits.queued, 2**20 * settings.limits.stored_mib
-        self._fresh_s, self._clock = settings.cache_s, clock
+        self._waiting = settings.limits.queued
+        self._stored_bytes = 2**20 * settings.limits.stored_mib
+        self._fresh_s = settings.cache_s
+        self._clock = clock
         self._file = QueueFile(path, _BUSY_S, _prepare)
 
     async def ask(self, key: str, question: str, client: str) -> QuestionRow | None:

@@ -238,7 +238,8 @@ def pairs(results: Results) -> Iterator[Part]:
         raise Absent(f"The results have no pairs to judge: {error}.") from None
     sharing = dict(results.rows("SELECT DISTINCT group_id, sharing FROM collocations"))
     members: list[dict[str, Any]] = []
-    left_out, packaged = Counter(reasons), packaged_slowdowns()
+    left_out = Counter(reasons)
+    packaged = packaged_slowdowns()
     for group in groups:
         if group.is_apart:
             left_out["its members did not train at the same time"] += 1

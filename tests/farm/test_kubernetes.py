@@ -137,19 +137,21 @@ def test_other_pods_stay_as_they_are(service, annotations):
 
 
 @pytest.mark.parametrize(
-    "job",
+    ("job", "words"),
     [
-        "",
-        "[1]",
-        '{"config": {"family": "nope"}}',
-        "[" * 5000,
-        '{"model": "os:system", "inputs": [1]}',
-        '{"script": "print(1)"}',
+        ("", "gpufarm.io/job is not JSON"),
+        ("[1]", "gpufarm.io/job is JSON, but no object"),
+        ("{}", "gpufarm.io/job: give exactly one of config, "),
+        ('{"config": 1}', "gpufarm.io/job/config: Input should be a valid dictionary"),
+        ('{"config": {"family": "nope"}}', "unknown family 'nope'"),
+        ("[" * 5000, "gpufarm.io/job is not JSON"),
+        ('{"model": "os:system", "inputs": [1]}', "os:system"),
+        ('{"script": "print(1)"}', "takes no scripts"),
     ],
 )
-def test_a_job_that_cannot_be_answered_is_allowed_and_says_why(service, job):
+def test_a_job_that_cannot_be_answered_is_allowed_and_says_why(service, job, words):
     notes = patched(service, {"gpufarm.io/job": job})["metadata"]["annotations"]
-    assert notes["gpufarm.io/problem"] and "gpufarm.io/upper-mib" not in notes
+    assert words in notes["gpufarm.io/problem"] and "gpufarm.io/upper-mib" not in notes
 
 
 def test_a_job_whose_trace_takes_its_time_is_allowed_as_not_yet_known_and_known_later(service):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -18,11 +19,12 @@ from unittest import mock
 import psutil
 import pytest
 
+from farm.serving import application
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
-from farm.serving.gate import Problem
+from farm.serving.gate import Caller, Problem
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
-from farm.serving.trace_store import TraceStore
+from farm.serving.trace_store import QUEUED, QuestionRow, TraceStore
 from learn import JobProfile, estimate, estimate_many
 from learn.client import Refused
 from learn.job.training_job import load_factory
@@ -74,6 +76,16 @@ def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(servic
     assert [getattr(done, name) for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
     status, _, again = service.post("/v1/estimate", body)
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
+
+
+def test_a_question_that_is_deleted_while_its_client_waits_is_no_longer_waited_for(folder, monkeypatch):
+    monkeypatch.setattr(application, "ServiceMetrics", mock.Mock)  # a process registers them once
+    row = QuestionRow("key", QUEUED, wanted_at=0.0, ended_at=None, answer=None, problem=None)
+    questions = mock.AsyncMock(**{"ask.return_value": row, "get.side_effect": [None]})
+    service = application.EstimationService(ServeSettings(data=str(folder.root)), questions)
+    service.working.hold("someone")
+    question = estimate_question(EstimateRequest(config=MLP), Policy())
+    assert asyncio.run(service.traced(question, Caller("someone", 3600.0))).status_code == 202
 
 
 def test_devices_that_fit_and_the_largest_batch(service):
