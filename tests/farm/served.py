@@ -64,13 +64,19 @@ class Served:
         return self.send("POST", path, json.dumps(body).encode(), headers)
 
     def answering(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+        return self._children("spawn_main")
 
     def trace_servers(self) -> list[psutil.Process]:
         """The processes that traces are forked from."""
-        children = psutil.Process(self.process.pid).children()
-        return [one for one in children if "farm.serving.trace_pool:prepare" in one.cmdline()]
+        return self._children("farm.serving.trace_pool:prepare")
+
+    def _children(self, word: str) -> list[psutil.Process]:
+        children = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if word in " ".join(child.cmdline()):
+                    children.append(child)
+        return children
 
     @contextlib.contextmanager
     def traces_held(self) -> Iterator[None]:
