@@ -138,6 +138,11 @@ def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, expe
     assert err.startswith("error: ") and expected_text in err and "Traceback" not in err
 
 
+def test_sql_that_fails_while_rows_are_read_is_one_message(query):
+    code, _, err = query("SELECT if(range = 300000, error('boom'), '') FROM range(400000)", "format=csv")
+    assert (code, err) == (2, "error: Invalid Input Error: boom\n")
+
+
 @pytest.mark.parametrize("name", ["csv", "json", "table"])
 def test_out_takes_what_standard_output_would(query, filled, tmp_path, name):
     assert query(SELECT, f"format={name}", f"out={tmp_path / 'o'}") == (0, "", "")

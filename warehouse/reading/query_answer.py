@@ -27,7 +27,7 @@ from conf.files.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
 from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.views import VIEWS
-from warehouse.reading.connection import WarehouseConnection, WarehouseRelation, connect
+from warehouse.reading.connection import WarehouseConnection, WarehouseRelation, connect, is_of_the_statement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
 _BATCH_ROWS = 10_000
-_HELD_BYTES = 8 * 2**20
+_HELD_BYTES = 32 * 2**20  # of rows in memory; as CSV, most take a quarter of it
 _WIDTH_ELSEWHERE = 200  # columns of a table in a file or pipe
 _UNBOUNDED = 10**9
 
@@ -89,7 +89,7 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
 def _write_file(relation: WarehouseRelation, target: Output, settings: QuerySettings) -> None:
     with output_file(target) as file:
         if settings.format == "parquet":
-            _write_parquet(_begun(relation), file)
+            _write_parquet(_read_ahead(relation), file)
             return
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         try:
@@ -103,13 +103,13 @@ def _write_text(relation: WarehouseRelation, file: TextIO, settings: QuerySettin
     if settings.format == "table":
         _write_table(relation, file, settings.max_rows)
     elif settings.format == "csv":
-        _write_csv(_begun(relation), file)
+        _write_csv(_read_ahead(relation), file)
     else:
-        _write_json(_begun(relation), file)
+        _write_json(_read_ahead(relation), file)
 
 
-def _begun(relation: WarehouseRelation) -> pa.RecordBatchReader:
-    """Return the rows, whose beginning has been read: a damaged file in it leaves no half answer."""
+def _read_ahead(relation: WarehouseRelation) -> pa.RecordBatchReader:
+    """Return the rows after reading their beginning, so that a damaged file in it leaves no half answer."""
 
     def begin() -> pa.RecordBatchReader:
         reader = relation.to_arrow_reader(_BATCH_ROWS)
@@ -282,5 +282,10 @@ def _explain_errors() -> Iterator[None]:
         if unknown:
             raise unknown_name("table", unknown[1], VIEWS) from error
         raise UsageError(str(error).strip(), keep_lines=True) from error
-    except (duckdb.Error, pa.ArrowException) as error:
-        raise UsageError(str(error).strip(), keep_lines=True) from error
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the answer could not be written
+            raise
+        text = str(error).strip()
+        if isinstance(error, OSError) and not is_of_the_statement(error):  # from the stream of rows
+            text += "\nThe answer breaks off at a damaged file; out=FILE writes the rows of the other files."
+        raise UsageError(text, keep_lines=True) from error
