@@ -272,6 +272,14 @@ def test_a_cell_of_a_column_of_truth_values_is_true_or_false(place, take):
     assert all(row["prepared"] for row in landed)
 
 
+def test_a_constant_that_no_table_can_hold_makes_its_rows_invalid(place, take):
+    path = csv_table(place / "mine.csv", ("net", "mem"), [("resnet18", 100)])
+    about = {"family": "timm", "device_name": "NVIDIA-L4", "constants": r'{batch_size: 8, worker: "\ud800"}'}
+    (report,) = take(path, "csv", **about, columns="{peak_memory_mib: mem, config.model: net}").files
+    ((reason, _),) = report.invalid.items()
+    assert reason.startswith("worker: ") and "surrogates not allowed" in reason
+
+
 def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(place, take):
     path = csv_table(place / "mine.csv", ("net", "bs", "mem", "end"), [("resnet18", 999, "", "OOM")])
     about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}

@@ -57,7 +57,7 @@ TRAINING: Mapping[str, object] = {
     "channels_last": False,
 }
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # empty cells of spreadsheets and data frames
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
@@ -462,11 +462,12 @@ def _convert(name: str, value: Any) -> Any:
         when = datetime.datetime.fromisoformat(str(text))
         return when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
     if pa.types.is_string(kind):
+        str(text).encode()  # raises `ValueError` for a lone surrogate, which YAML can write as an escape
         return str(text)
     if pa.types.is_boolean(kind):
-        if str(text).lower() not in _TRUTH:
+        if str(text).lower() not in _BOOLEANS:
             raise ValueError(f"must be true or false, got {text!r}")
-        return _TRUTH[str(text).lower()]
+        return _BOOLEANS[str(text).lower()]
     number = float(text)
     if number == -1:
         return None
