@@ -8,13 +8,14 @@ paths, thinned telemetry. `warehouse.export` writes such a folder, `warehouse.in
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import json
 import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,7 @@ def known_public_ids(connection: WarehouseConnection) -> set[str]:
 
 
 def _public(column: str, form: str) -> str:
-    """Return SQL of a column that takes its public form; rows of loaded data sets have it already."""
+    """Return SQL of a column in its public form, which rows of loaded data sets have already (`is_loaded`)."""
     return f"CASE WHEN is_loaded THEN {column} ELSE {form} END"
 
 
@@ -267,6 +268,7 @@ def _anonymous_uuid(table: str) -> str:
 
 
 def _without_names(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row without names of machines, users and folders in its texts."""
     row = {**run, "node": None, "worker": None}
     names = _names(run["node"])
     for name in _TEXTS:
@@ -291,7 +293,8 @@ def scrub(text: str, names: Iterable[str] = ()) -> str:
     return text
 
 
-def _names(node: str | None) -> set[str]:
+@functools.lru_cache
+def _names(node: str | None) -> Set[str]:
     """Return the names of the run's machine, of this machine and of the user, except common ones such as `root`."""
     names = {node or "", platform.node()}
     names |= {name.partition(".")[0] for name in names}
