@@ -70,10 +70,10 @@ NO_SPEED = "no speed beside the other, or alone"
 _SHARE_OF_THE_SMALLER = 0.25  # least share of the smaller member's memory that a pair needs beyond the larger's
 _GAVEL_BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
-# Cells that identify a job alone on a GPU, and a figure's kind.
+# Each returns the cells that identify a job that ran alone.
 _lucid_job = itemgetter("model", "dataset", "batchsize", "amp")
 _gavel_job = itemgetter("table", "gpu", "job_a", "gpus_a")
-_zeus_kind = itemgetter("what_was_measured", "unit")
+_zeus_kind = itemgetter("what_was_measured", "unit")  # what a figure is of
 _Read = Callable[[Cells, Mapping[Any, Mapping[str, Any]]], Iterator[Columns]]
 
 

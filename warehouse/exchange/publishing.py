@@ -158,7 +158,8 @@ _ALWAYS = {
     **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
 }
 _IMPORTED = tuple(kind for kind, detail in DETAILS.items() if detail.imported)  # rows of these need no run
-_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name not in ("priority", "config")])  # of use to others
+# Without what concerns only the farm that ran the jobs; `config` may name its folders.
+_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name not in ("priority", "config")])
 _CHUNK_RUNS = 2_000
 _TOLD = ("citation", "creators", "url", "version")  # reported if missing
 

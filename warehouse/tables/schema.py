@@ -131,9 +131,8 @@ class Run:
     # added in version 2
     quality: Annotated[str | None, "how reliable the labels are: trusted, suspect or untrusted"] = None
     quality_reasons: Annotated[Mapping[str, str] | None, "JSON: reason, and details"] = None
-    quality_summary: Annotated[Mapping[str, Any] | None, "JSON: details of the verdict on the labels"] = (
-        None  # see workers.labels.quality.Verdict
-    )
+    # see workers.labels.quality.Verdict
+    quality_summary: Annotated[Mapping[str, Any] | None, "JSON: details of the verdict on the labels"] = None
     samples_measured: Annotated[int | None, "telemetry rows of the window with a fresh reading"] = None
     samples_repeated: Annotated[int | None, "telemetry rows of the window that repeat an earlier reading"] = None
     samples_unavailable: Annotated[int | None, "telemetry rows of the window without a reading"] = None
@@ -141,9 +140,8 @@ class Run:
     half_widths: Annotated[
         Mapping[str, float] | None, "JSON: label, and half-width of its 95 % confidence interval over the window"
     ] = None
-    final: Annotated[bool | None, "false for an attempt after which the task ran again"] = (
-        None  # `runs` leaves such attempts out
-    )
+    # `runs` leaves such attempts out
+    final: Annotated[bool | None, "false for an attempt after which the task ran again"] = None
     memory_fraction: Annotated[
         float | None, "share of the card's memory that the run might take; NULL for all of it"
     ] = None
