@@ -217,7 +217,7 @@ class Replica:
             return
         self._rebuilds = False
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
-        self._fill(_assign_buckets(order, self.limits))
+        self._fill(_assign_buckets(order, self.limits, range(len(order))))
 
     def _reduce(self, parameter: Tensor) -> None:
         """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
@@ -316,21 +316,24 @@ def limits_of(bucket_cap_mb: float | None) -> tuple[int, ...]:
     return (int(bucket_cap_mb * MIB),)
 
 
-def _assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[list[Tensor]]:
-    """Return the tensors of each bucket, in the order in which torch fills the buckets.
+def _assign_buckets(
+    tensors: Sequence[Tensor], limits: Sequence[int], numbers: Sequence[int] = ()
+) -> list[list[Tensor]]:
+    """Return the tensors of each bucket, in torch's order of the buckets.
 
     A bucket holds one type. It takes tensors until their own bytes reach the limit, with all of the last one; each type
     has its own sequence of limits.
 
     Args:
-        tensors: The tensors, or the ranks' parts of them.
+        tensors: The tensors. Of one that ranks share, this rank's part counts.
         limits: Bytes of each bucket; the last one applies to all further buckets.
+        numbers: 0, 1, ... for tensors in the order of their gradients: buckets then follow each other as they fill up.
+            Without numbers, torch sorts them by their first tensors.
     """
     if not tensors:
         return []
     parts = [local_tensor(tensor.detach()) for tensor in tensors]
-    # Without the tensors' places, torch would sort the buckets.
-    buckets, _ = dist._compute_bucket_assignment_by_size(parts, [*limits], [], [*range(len(parts))])
+    buckets, _ = dist._compute_bucket_assignment_by_size(parts, [*limits], [], [*numbers])
     return [[tensors[place] for place in members] for members in buckets]
 
 
