@@ -53,9 +53,11 @@ def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
 
 
 def test_blocks_that_differ_or_share_are_not_alike():
-    frozen, without_bias, tied, shared = (net() for _ in range(4))
+    frozen, without_bias, tied, shared, masked = (net() for _ in range(5))
     frozen.blocks[3].wide.weight.requires_grad_(False)
     without_bias.blocks[3].wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
     tied.blocks[3].wide.weight = tied.blocks[2].wide.weight
     shared.again = shared.blocks[5].wide
-    assert [alike_blocks(model) for model in (frozen, without_bias, tied, shared, nn.Linear(3, 3))] == [0] * 5
+    masked.blocks[3].register_buffer("mask", torch.zeros(4))
+    models = (frozen, without_bias, tied, shared, masked, nn.Linear(3, 3))
+    assert [alike_blocks(model) for model in models] == [0] * len(models)

@@ -113,6 +113,7 @@ def limits_said(family, given):
         # to plan a repeated part this often would fill the memory of a submission
         ("dlrm", "tables", 10**10, "tables must be an integer from 1 to 10000, got 10000000000"),
         ("mlp", "depth", 10**10, "depth must be an integer from 1 to 10000, got 10000000000"),
+        ("dlrm", "bottom_depth", 10**10, "bottom_depth must be an integer from 0 to 10000, got 10000000000"),
         ("diffusion", "blocks", 10**10, "blocks must be an integer from 1 to 10000, got 10000000000"),
         ("cnn", "depth", {"low": -3, "high": 12}, "low: depth must be an integer from 1 to 10000, got -3"),
         ("cnn", "base_filters", {"low": 16, "high": 4096}, "high: base_filters must be <= 2048, got 4096"),

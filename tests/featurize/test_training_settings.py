@@ -178,6 +178,8 @@ def test_an_optimizer_in_the_backward_pass_keeps_one_gradient_at_a_time_and_trai
     trace = traced(optimizer_in_backward=True)
     largest = 4 * 4 * WIDTH * WIDTH
     assert most_of(trace, "gradient") <= 2 * largest
+    phases = [op.phase for op in trace.operators]
+    assert "backward" in phases[phases.index("optimizer") :]
     usual, inside = real_step(optimizer="sgd"), real_step(optimizer="sgd", optimizer_in_backward=True)
     for a, b in zip(usual.model.parameters(), inside.model.parameters(), strict=True):
         assert torch.allclose(a, b)
@@ -224,6 +226,10 @@ def test_selective_checkpointing_saves_products_and_recomputes_the_rest():
         ({"precision": "int8"}, "precision must be one of fp32, .*, got 'int8'"),
         ({"quantize": "int4"}, "quantize must be one of nf4, .*, got 'int4'"),
         ({"checkpointing": True}, "checkpointing must be one of full, selective, got True"),
+        (
+            {"implementation": "fast", "zero_grad": "never", "framework": "jax"},
+            "implementation must be one of .*; zero_grad must be one of .*; framework must be one of eager",
+        ),
         ({"compile": "fast"}, "compile must be true, false or one of default, .*, got 'fast'"),
         (
             {"grad_scaler": 1, "float8_skip": [1]},
