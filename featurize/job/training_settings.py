@@ -89,7 +89,7 @@ ACTIVATIONS = (
 
 
 Activation = Annotated[str, one_of(ACTIVATIONS)]
-MOST_REPEATS = 10_000  # of a part: more would fill the memory of whoever only reads the config
+MOST_REPEATS = 10_000  # of a part of a model: more would fill the memory of a process that only reads the config
 Repeats = Annotated[int, integer(1, MOST_REPEATS)]
 Rate = Annotated[float, Allowed(lambda value: is_finite(value) and 0 <= value < 1, "a number in [0, 1)")]
 
@@ -202,7 +202,7 @@ FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.floa
 EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 _POSITIVE = Allowed(lambda value: is_finite(value) and value > 0, "a number > 0")
-_NUMBER = Allowed(lambda value: is_finite(value) and value >= 0, "a number >= 0")
+_NOT_NEGATIVE = Allowed(lambda value: is_finite(value) and value >= 0, "a number >= 0")
 _NAMES = Allowed(
     lambda value: isinstance(value, tuple | list) and all(isinstance(name, str) for name in value),
     "a list of modules' names",
@@ -265,7 +265,7 @@ class Training:
     cudnn_benchmark: bool = False
     channels_last: bool = False
     implementation: Annotated[str | None, optional(one_of(IMPLEMENTATIONS))] = None
-    weight_decay: Annotated[float | None, optional(_NUMBER)] = None
+    weight_decay: Annotated[float | None, optional(_NOT_NEGATIVE)] = None
     accumulation: int = 1
     clip_norm: Annotated[float | None, optional(_POSITIVE)] = None
     clip_value: Annotated[float | None, optional(_POSITIVE)] = None

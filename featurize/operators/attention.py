@@ -127,15 +127,11 @@ def flash_attn_varlen_func(
     """Attend packed texts of any lengths, [all tokens, heads, E]; without their starts, as `flash_attn_func`."""
     if q.dtype not in _HALF:
         raise RuntimeError("FlashAttention only supports fp16 and bf16")
-    sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+    sides = {}
+    if window_size != (-1, -1):
+        sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
     more = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), dropout_p, causal, False
-    return _flash(
-        torch.ops.aten._flash_attention_forward,
-        (q, k, v),
-        *more,
-        scale=softmax_scale,
-        **(sides if window_size != (-1, -1) else {}),
-    )
+    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=softmax_scale, **sides)
 
 
 def _flash(

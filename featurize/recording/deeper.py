@@ -275,7 +275,7 @@ def alike_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks or container_of(model, blocks) is None:
         return 0
-    if any(look_of(block) != look_of(blocks[0]) for block in blocks[1:]):
+    if any(describe(block) != describe(blocks[0]) for block in blocks[1:]):
         return 0
     places = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     shared = any(places[id(parameter)] > 1 for block in blocks for parameter in block.parameters())
@@ -309,7 +309,7 @@ def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
     return None
 
 
-def look_of(module: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
-    """Return how a module prints, and its parameters and buffers: modules that look alike take the same memory."""
+def describe(module: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    """Return how a module prints, and its parameters and buffers: equal for modules that take the same memory."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return repr(module), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]

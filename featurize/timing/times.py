@@ -186,13 +186,19 @@ def rates_of(spec: DeviceSpec | tuple[DeviceSpec, ...], half: str = "fp16") -> D
 def places_of(
     find: Callable[..., int],
     kernels: Sequence[tuple[Any, ...]],
-    values: Sequence[tuple[Any, ...]] = ((),),
-    place: np.ndarray | int = 0,
+    choices: Sequence[tuple[Any, ...]],
+    chosen: np.ndarray,
 ) -> np.ndarray:
-    """Return the results of `find`, a cached function, on what each kernel has on all GPU models, and on the entry of
-    `values` at its `place`, which broadcasts with kernels."""
-    table = np.array([[find(*kernel, *given) for given in values] for kernel in kernels], dtype=int)
-    return np.asarray(table.reshape(-1, len(values))[np.arange(len(kernels)), place])
+    """Return what a cached function finds for each kernel, on one GPU model or on each of several.
+
+    Args:
+        find: The function of a kernel and a choice.
+        kernels: Arguments of each kernel, which are the same on all GPU models.
+        choices: Further arguments, all that there are.
+        chosen: Index into `choices` for each kernel, or for each GPU model and kernel.
+    """
+    table = np.array([[find(*kernel, *choice) for choice in choices] for kernel in kernels], dtype=int)
+    return np.asarray(table.reshape(-1, len(choices))[np.arange(len(kernels)), chosen])
 
 
 @functools.lru_cache(maxsize=64)
@@ -262,10 +268,10 @@ def kernels_on(
     )
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
     units, (computing, moving) = tensor.astype(int), _finders(names, channels_last)
-    kinds = [(kind,) for kind in calls.kind]
+    pipe_and_units = len(UNITS) * pipe + units  # index into `_PIPES_AND_UNITS`
     return Kernels(
-        compute=places_of(computing, kinds, _PIPES_AND_UNITS, len(UNITS) * pipe + units),
-        bandwidth=places_of(moving, kinds),
+        compute=places_of(computing, [(kind,) for kind in calls.kind], _PIPES_AND_UNITS, pipe_and_units),
+        bandwidth=np.array(list(map(moving, calls.kind)), dtype=int),
         group=calls.group,
         units=units,
         math_s=np.where(computes, calls.flops / peak, 0.0),

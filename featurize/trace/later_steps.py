@@ -174,8 +174,12 @@ class SecondStep:
         memory.step, memory.phase = 2, "forward"
         known: dict[int, int] = {}  # block of the first step -> the second step's
 
+        def seconds(blocks: set[int]) -> set[int]:
+            return {known.get(block, block) for block in blocks}
+
         def report(moment: str) -> None:
-            reached(moment, *[{known.get(block, block) for block in blocks} for blocks in self._variables[moment]])
+            given, held = self._variables[moment]
+            reached(moment, seconds(given), seconds(held))
 
         report("begins")
         if batch:

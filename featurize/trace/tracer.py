@@ -314,9 +314,12 @@ class Tracing:
                 given=len(self._order), shapes=len(self._met_at), longest=self._met_at[self._longest], order=steps
             )
         notes = [*(() if self._regions is None else self._regions.notes()), *self._survey.notes]
-        notes += [AUTOTUNED] * str(self._training.compile).startswith("max-autotune")
-        notes += [PRICED] * multiplies_8_bits(operators)
-        notes += [COMPILED_SHAPES] * (mix is not None and bool(self._compiled))
+        if str(self._training.compile).startswith("max-autotune"):
+            notes.append(AUTOTUNED)
+        if multiplies_8_bits(operators):
+            notes.append(PRICED)
+        if mix is not None and self._compiled:
+            notes.append(COMPILED_SHAPES)
         trace = StepTrace(
             operators=operators,
             events=events,
@@ -443,6 +446,7 @@ class Tracing:
         self._report(moment, blocks_in(tensors_of(inputs)), blocks_in(tensors_of(variables)))
 
     def _report(self, moment: str, given: set[int], held: set[int]) -> None:
+        """Report a moment as `StepsInALoop.reached` takes it."""
         if self._in_a_loop is not None:
             self._in_a_loop.reached(moment, given, held)
         if self._second is not None and self._recorder.memory.step == 1:

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.operators.replacing import replaced
-from featurize.recording.deeper import built_to_shorten, look_of
+from featurize.recording.deeper import built_to_shorten, describe
 from featurize.recording.skeleton import empty_copy
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.recording.values import Inputs, named_tensors, tensors_of
@@ -385,7 +385,7 @@ def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
     """Return a key that is equal for stages with equal modules."""
     members = survey.members()
     texts = (
-        repr([begin == 0, end == len(members), *map(look_of, members[begin:end])])
+        repr([begin == 0, end == len(members), *map(describe, members[begin:end])])
         for begin, end in itertools.pairwise(starts)
     )
     return tuple(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)

@@ -202,7 +202,9 @@ class OneStream:
         self.after = max(self.after, event.after)
         for stream, last in event.waited_for.items():
             self.waited_for[stream] = max(last, self.waited_for.get(stream, -1))
-        for number, note in enumerate(self._streams.sent if self.number == MAIN else ()):
+        if self.number != MAIN:
+            return
+        for number, note in enumerate(self._streams.sent):
             if number <= event.waited_for.get(note.stream, -1):
                 self._streams.wait_for(number)
 
