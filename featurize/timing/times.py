@@ -197,8 +197,8 @@ def places_of(
         choices: Further arguments, all that there are.
         chosen: Index into `choices` for each kernel, or for each GPU model and kernel.
     """
-    table = np.array([[find(*kernel, *choice) for choice in choices] for kernel in kernels], dtype=int)
-    return np.asarray(table.reshape(-1, len(choices))[np.arange(len(kernels)), chosen])
+    results = np.array([find(*kernel, *choice) for kernel in kernels for choice in choices], dtype=int)
+    return np.asarray(results[len(choices) * np.arange(len(kernels)) + chosen])
 
 
 @functools.lru_cache(maxsize=64)
