@@ -59,20 +59,19 @@ class StepsInALoop:
         self._recorder = recorder
         self._steps: list[_Step] = []
 
-    def reached(self, moment: str, given: set[int], held: set[int]) -> None:
+    def reached(self, moment: str, *variables: set[int]) -> None:
         """Record that a step has reached a moment: one of `TrainingStep`, or of its caller.
 
         Args:
             moment: The moment. A step `begins` before its batch exists.
-            given: Blocks of the model's inputs where its output and loss are `assigned`.
-            held: Blocks of these two.
+            variables: Where output and loss are `assigned`: blocks of the model's inputs, and of these two.
         """
         if moment == "begins":
             self._steps.append(_Step())
         step = self._steps[-1]
         step.at.setdefault(moment, len(self._recorder.events))
         if moment == "assigned":
-            step.given, step.held = given, held
+            step.given, step.held = variables
 
     def looped(self, trace: StepTrace) -> StepTrace:
         """Return the trace of the same steps in a usual loop."""
@@ -131,9 +130,9 @@ class SecondStep:
         self._decided = recorder.decided
         self._moment, self._mark = "", recorder.memory.mark()
         self._after: dict[str, Stretch] = {}  # moment -> what the first step did from there to the next one
-        self._variables: dict[str, tuple[set[int], set[int]]] = {}  # moment -> blocks of the step's variables
+        self._variables: dict[str, tuple[set[int], ...]] = {}  # moment -> blocks of the step's variables
 
-    def reached(self, moment: str, given: set[int], held: set[int]) -> None:
+    def reached(self, moment: str, *variables: set[int]) -> None:
         """Record that the first step has reached a moment, as `StepsInALoop.reached`."""
         recorder = self._recorder
         if moment == self._moment:  # a further phase of the optimizer, in which an average is updated
@@ -144,7 +143,7 @@ class SecondStep:
         if self._moment in _REPEATED:
             self._after[self._moment] = recorder.memory.since(self._mark)
         self._moment, self._mark = moment, recorder.memory.mark()
-        self._variables[moment] = given, held
+        self._variables[moment] = variables
 
     def goes_alike(self) -> bool:
         """Return whether the first step shows that the second one's passes are the same."""
@@ -162,7 +161,7 @@ class SecondStep:
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
 
-    def run(self, batch: tuple[Tensor, ...], reached: Callable[[str, set[int], set[int]], None]) -> None:
+    def run(self, batch: tuple[Tensor, ...], reached: Callable[..., None]) -> None:
         """Record the second step. Raises `TraceAgain` if something that `goes_alike` does not see holds a variable that
         the loop frees.
 
@@ -178,8 +177,7 @@ class SecondStep:
             return {known.get(block, block) for block in blocks}
 
         def report(moment: str) -> None:
-            given, held = self._variables[moment]
-            reached(moment, seconds(given), seconds(held))
+            reached(moment, *map(seconds, self._variables[moment]))
 
         report("begins")
         if batch:

@@ -433,24 +433,23 @@ class Tracing:
 
     def _enter(self, phase: str) -> None:
         """Report the phase that begins to all that follow the step."""
-        self._reached(phase)
+        self._report(phase)
         self._rank.begin_phase(phase)
         self._recorder.begin_phase(phase)
         self._enter_policy(phase)
         if phase == "optimizer":
             self._recorder.memory.name(self._step.gradients(), "gradient")
 
-    def _reached(self, moment: str, inputs: object = (), variables: Sequence[object] = ()) -> None:
-        """Report a moment of the step, with the blocks of its variables, to what derives other steps from it."""
-        blocks_in = self._recorder.memory.blocks_in
-        self._report(moment, blocks_in(tensors_of(inputs)), blocks_in(tensors_of(variables)))
+    def _reached(self, moment: str, *variables: object) -> None:
+        """Report a moment of the training step, with the blocks of its variables."""
+        self._report(moment, *(self._recorder.memory.blocks_in(tensors_of(value)) for value in variables))
 
-    def _report(self, moment: str, given: set[int], held: set[int]) -> None:
-        """Report a moment as `StepsInALoop.reached` takes it."""
+    def _report(self, moment: str, *variables: set[int]) -> None:
+        """Report a moment of the step, with the blocks of its variables, to what derives other steps from it."""
         if self._in_a_loop is not None:
-            self._in_a_loop.reached(moment, given, held)
+            self._in_a_loop.reached(moment, *variables)
         if self._second is not None and self._recorder.memory.step == 1:
-            self._second.reached(moment, given, held)
+            self._second.reached(moment, *variables)
 
     def _run_step(
         self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False
@@ -461,14 +460,14 @@ class Tracing:
         if self.training_loop:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)
-        self._reached("begins")
+        self._report("begins")
         if number == 1 or self.training_loop or mixed:
             recorder.new_batch(batch)
         if number == 1 and self._makes_target:
             step.make_targets = functools.partial(self._target_in_step, arrived=recorder.memory.await_in_batch())
         with recorder:
             self._rank.run(inputs, target)
-        self._reached("end")
+        self._report("end")
         recorder.memory.name(state_tensors(step.optimizer), "optimizer_state")
 
 

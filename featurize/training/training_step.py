@@ -154,7 +154,7 @@ class TrainingStep:
         self.loss = loss or cross_entropy
         self.holds_output = holds_output and self.settings.holds_output
         self.held: tuple[Any, ...] = ()
-        self.on_moment: Callable[..., None] = lambda moment, inputs=(), variables=(): None
+        self.on_moment: Callable[..., None] = lambda moment, *variables: None
         self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where no targets are given
         model = _prepare(model, self.settings)
         self.take((model if wrap is None else wrap(model)).train())
