@@ -111,7 +111,7 @@ def answer_on(
     traces = {} if traces is None else traces
     if key is None:
         return [outcome for outcome, _ in _make_estimates(request, platforms, False, traces)]
-    keys = [_digest(key, platform, platform.device.interconnect) for platform in platforms]
+    keys = [_digest(key, platform) for platform in platforms]
     outcomes = _recall(keys)
     missing = {answer_key: on for answer_key, on in zip(keys, platforms, strict=True) if answer_key not in outcomes}
     with kept_at_once():
