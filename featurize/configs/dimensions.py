@@ -141,7 +141,7 @@ class Space:
         return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
 
     def choices(self, name: str) -> tuple[Scalar, ...]:
-        """Return the values of a dimension that is no range; none if the space lacks it."""
+        """Return the values of a choice or a constant; none for a range, or if the space lacks the dimension."""
         for dimension in self.dimensions:
             if dimension.name == name and not isinstance(dimension, Range):
                 return dimension.choices if isinstance(dimension, Choice) else (dimension.fixed,)

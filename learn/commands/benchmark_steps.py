@@ -243,7 +243,7 @@ def _notes(settings: BenchmarkSettings, parts: int, names: Sequence[str], asked:
 
 
 def micro_step_ms(cells: Mapping[str, str], device: DeviceSpec) -> float:
-    """Return the step's time on a rank of a row of LLM Foundry by its micro-steps, as published throughput has it.
+    """Return the time in ms of a micro-step on one rank of a row of LLM Foundry, as its published throughput gives it.
 
     MPT's layer norms compute in the type of what they are given (`low_precision_layernorm`), as everything does where
     FSDP's types alone decide: there is no autocast.

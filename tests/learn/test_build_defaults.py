@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
         return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
-    text = Mock(save=lambda folder: (folder / "model.txt").write_text("trees"))
+    text = SimpleNamespace(save=lambda folder: (folder / "model.txt").write_text("trees"))
     monkeypatch.setattr(build_defaults, "CASES", 0)
     monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
     monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (text, {"seed": seed}))
@@ -148,8 +148,8 @@ def test_method_fast_learns_figures_of_models_and_what_they_leave_of_the_trace()
     cases, steps = of_configs(make_configs(1)), StepStore()
     values = {"job_step_time_ms": 2.0, "job_input_share": 0.5, "job_priced_drama": 0.25}
     steps.keep(cases[0], StepRecord(values=values))
-    model = Mock()  # predicts 1, below a bound of 2
-    model.predict().configure_mock(point=np.ones(1), upper=lambda _level: np.full(1, 2.0))
+    prediction = SimpleNamespace(point=np.ones(1), upper=lambda _level: np.full(1, 2.0))
+    model = SimpleNamespace(predict=lambda _cases, _steps: prediction)
     labels = labelled_rows(cases, steps, dict.fromkeys(TARGETS, model), (*FAST_LOOPS, BOUND))
     assert {name: rows.label.tolist() for name, rows in labels.items()} == {
         **{target: [1.0] for target in TARGETS},

@@ -31,7 +31,12 @@ def traced(monkeypatch):
     """The cases that were traced, in order."""
     found = []
     compute = step_store.compute
-    monkeypatch.setattr(step_store, "compute", lambda case: found.append(case) or compute(case))
+
+    def counted(case):
+        found.append(case)
+        return compute(case)
+
+    monkeypatch.setattr(step_store, "compute", counted)
     return found
 
 
@@ -85,15 +90,19 @@ def test_an_interrupted_call_goes_on_where_it_was(data, steps, traced, monkeypat
     assert traced == list(CASES[4:]) and kept_keys(data) == sorted(case.key for case in CASES)
 
 
-WITHOUT_VALUES = b'{"values": {}, "graph": "", "error": null, "seconds": 1}'
-HARMS = {
-    "torn": lambda path: path.write_bytes(path.read_bytes()[:5000]),
-    "foreign": lambda path: path.write_text("not a database"),
-    "without values": lambda path: DiskCache(path).write((case.key, WITHOUT_VALUES) for case in CASES),
-}
+def torn(path):
+    path.write_bytes(path.read_bytes()[:5000])
 
 
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def foreign(path):
+    path.write_text("not a database")
+
+
+def without_values(path):
+    DiskCache(path).write((case.key, b'{"values": {}, "graph": "", "error": null, "seconds": 1}') for case in CASES)
+
+
+@pytest.mark.parametrize("harm", [torn, foreign, without_values])
 def test_what_is_damaged_is_computed_again_and_kept(data, steps, traced, harm):
     steps.prepare(CASES[:3], workers=0)
     true = [(dict(steps.record(case).values), steps.record(case).graph) for case in CASES[:3]]
