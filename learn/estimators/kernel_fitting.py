@@ -221,8 +221,8 @@ class FittedTimes:
 
     Args:
         parameters: The efficiencies.
-        instrument_ms: (GPU model, operator) -> overhead of timing one kernel, of each kernel timed alone. Where nothing
-            was fitted on, it is the median of the operator's on other GPU models.
+        instrument_ms: (GPU model, operator) of each kernel timed alone -> overhead of timing it; where no row of the
+            two was fitted on, the median of the operator's other overheads.
         leftover: Factor by which kernels in a step of `SHARDED` take longer than alone. It stays out of the
             efficiencies.
     """
@@ -294,11 +294,13 @@ class TimeFit:
             known = [added_ms[key] for key in measured if key[1] == operator]
             return float(np.median(known)) if known else INSTRUMENT_MS
 
-        sharded = self.host[torch.tensor(of & (self.sources == SHARDED))].tolist()
+        leftover = _LEFTOVER
+        if (of & (self.sources == SHARDED)).any():
+            leftover = values["leftover"][self.hosts.tolist().index(SHARDED)].item()
         return FittedTimes(
             parameters=self._parameters(values, np.asarray),
             instrument_ms={key: ms if key in measured else usual_ms(key[1]) for key, ms in added_ms.items()},
-            leftover=math.exp(values["leftover"].tolist()[sharded[0]] if sharded else _LEFTOVER),
+            leftover=math.exp(leftover),
         )
 
     def row_weights(self, of: np.ndarray) -> np.ndarray:

@@ -229,7 +229,8 @@ class Estimator(ABC):
 
     @abstractmethod
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
-        """Return one distribution a case, in order, independent of the other cases. `steps` as in `fit`."""
+        """Return one distribution a case, in order, independent of the other cases. `steps` as in `fit`. A case
+        without an answer is among the prediction's `refusals`, and raises nothing."""
 
     def save(self, folder: Path) -> None:
         """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
@@ -302,7 +303,7 @@ class ResidualPrediction(Prediction):
     centre      (n,) the point in that space; NaN in the rows of `refusals`
     residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
                 case. An empty one stands for a bare point, without a bound
-    scale       (n,), or a function that returns it, called on first use
+    scale       returns (n,), and is called on first use, since points need none; None: 1 in every row
     kind        (n,) int: index of the row's `residuals`; least (n,) in the target's unit: lower limit of the row's
                 figures
     held        index in `residuals` -> the share of left-out rows for which the bound at `LEVEL` held
@@ -312,7 +313,7 @@ class ResidualPrediction(Prediction):
     centre: np.ndarray
     residuals: np.ndarray | Sequence[np.ndarray]
     space: str
-    scale: np.ndarray | float | Callable[[], np.ndarray] = 1.0
+    scale: Callable[[], np.ndarray] | None = None
     kind: np.ndarray | int = 0
     least: np.ndarray | float = 0.0
     held: Mapping[int, HeldShare] = field(default_factory=dict)
@@ -332,8 +333,8 @@ class ResidualPrediction(Prediction):
         edges = np.asarray(edges, dtype=float)
         edges = np.broadcast_to(edges, (n, edges.shape[-1]))
         multiples = edges / np.broadcast_to(self.times, n)[:, None]
-        scale, kind, least = (np.broadcast_to(values, n) for values in (self._scales, self.kind, self.least))
-        gap = (to_space(multiples, self.space) - self.centre[:, None]) / scale[:, None]
+        kind, least = np.broadcast_to(self.kind, n), np.broadcast_to(self.least, n)
+        gap = (to_space(multiples, self.space) - self.centre[:, None]) / self._scales[:, None]
         below = np.zeros(edges.shape)
         for index, residuals in enumerate(self._by_kind):
             known = residuals if residuals.size else np.zeros(1)
@@ -356,8 +357,8 @@ class ResidualPrediction(Prediction):
         return None if row in self.outside else self.held.get(int(kind))
 
     @functools.cached_property
-    def _scales(self) -> np.ndarray | float:
-        return self.scale() if callable(self.scale) else self.scale
+    def _scales(self) -> np.ndarray:
+        return np.ones(len(self.centre)) if self.scale is None else self.scale()
 
     @property
     def _by_kind(self) -> Sequence[np.ndarray]:

@@ -395,11 +395,11 @@ _DRAWN = (
     "AND CAST(json_extract_string(origin, '$.micro_batch') AS INTEGER) = 1 "
     "AND CAST(json_extract_string(origin, '$.micro_batches') AS DOUBLE) <= 4 ORDER BY md5(run_id) LIMIT ?"
 )
-# Degrees of freedom and squared deviations of the logarithms of a test's times on different machines. Tests of small
-# models, which hosts bound; the second run of a test is on the same kind of machine.
+# Degrees of freedom and sum of squared deviations, over all tests, of the logarithms of a test's times on different
+# machines. The tests are of small models, which hosts bound; the second run of a test is on the same kind of machine.
 _TESTED = (
-    "SELECT coalesce(sum(machines - 1), 0), sum(machines * spread) FROM "
-    "(SELECT count(log_ms) AS machines, var_pop(log_ms) AS spread FROM "
+    "SELECT coalesce(sum(machines - 1), 0), sum(machines * variance) FROM "
+    "(SELECT count(log_ms) AS machines, var_pop(log_ms) AS variance FROM "
     "(SELECT json_extract_string(origin, '$.test_case') AS test_case, avg(ln(step_time_ms)) AS log_ms FROM runs "
     "WHERE job_id = 'import-megatron' AND status = 'ok' "
     "AND CAST(json_extract_string(origin, '$.hidden') AS INTEGER) <= 1024 "

@@ -57,7 +57,6 @@ _SCALARS = (
     "net_log_flops",
     "net_log_elements",
 )
-_SCALINGS = ("node_scaling", "scalar_scaling")  # names of their arrays in the file
 _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summed by category
 
 
@@ -81,11 +80,9 @@ class GNNEstimator(Estimator):
         self.target = rows.target
 
         raw = [graph_of(case, record) for case, record in zip(rows.cases, records, strict=True)]
-        self._scaling = tuple(
-            _mean_and_scale(torch.cat(tables).double().numpy())
-            for tables in ([graph.nodes_VX for graph in raw], [graph.scalars_GS for graph in raw])
-        )
-        graphs = [scaled(graph, self._scaling) for graph in raw]
+        self._node_scaling = _mean_and_scale(torch.cat([graph.nodes_VX for graph in raw]))
+        self._scalar_scaling = _mean_and_scale(torch.cat([graph.scalars_GS for graph in raw]))
+        graphs = [self._scaled(graph) for graph in raw]
         label = to_space(rows.label, rows.target.space)
         exact = label[~rows.censored]
         kind = "sum" if rows.target.is_memory else "ratio" if rows.target.space == "ratio" else "plain"
@@ -114,13 +111,13 @@ class GNNEstimator(Estimator):
         records, refusals = records_of(cases, steps)
         centre = np.full(len(cases), np.nan)
         if records:
-            graphs = [scaled(graph_of(cases[i], record), self._scaling) for i, record in records.items()]
+            graphs = [self._scaled(graph_of(cases[i], record)) for i, record in records.items()]
             centre[list(records)] = self._centre(graphs)
         warnings = too_few_for(LEVEL, len(self._residuals))
         return ResidualPrediction(centre, self._residuals, target.space, warnings=warnings, refusals=refusals)
 
     def write_fit(self, folder: Path) -> dict[str, Any]:
-        arrays: dict[str, Any] = dict(zip(_SCALINGS, self._scaling, strict=True))
+        arrays: dict[str, Any] = {"node_scaling": self._node_scaling, "scalar_scaling": self._scalar_scaling}
         arrays |= {f"net/{name}": array for name, array in self._weights.items()}
         np.savez_compressed(folder / "gnn.npz", **arrays)
         return {"shape": self._shape, "residuals": self._residuals.tolist()}
@@ -129,8 +126,16 @@ class GNNEstimator(Estimator):
         self._shape = state["shape"]
         self._residuals = np.asarray(state["residuals"], dtype=float)
         with np.load(folder / "gnn.npz", allow_pickle=False) as arrays:
-            self._scaling = tuple(arrays[name] for name in _SCALINGS)
+            self._node_scaling, self._scalar_scaling = arrays["node_scaling"], arrays["scalar_scaling"]
             self._weights = {n.removeprefix("net/"): arrays[n] for n in arrays.files if n.startswith("net/")}
+
+    def _scaled(self, graph: Graphs) -> Graphs:
+        """Return the graph with standardised features."""
+        return replace(
+            graph,
+            nodes_VX=_standardise(graph.nodes_VX, self._node_scaling),
+            scalars_GS=_standardise(graph.scalars_GS, self._scalar_scaling),
+        )
 
     def _centre(self, graphs: Sequence[Graphs]) -> np.ndarray:
         with quiet_torch(0):
@@ -140,7 +145,7 @@ class GNNEstimator(Estimator):
 def graph_of(case: Case, record: StepRecord) -> Graphs:
     """Return a case's graph with raw features; its scalars are in the alphabetical order of their names."""
     graph = record.operator_graph()
-    columns = [*map(str, graph["node_columns"])]
+    columns = graph["node_columns"].tolist()
     categories = np.minimum(graph["categories"].astype(np.int64), CATEGORIES - 1)
     values = record.values
     scalars = {name: float(values[name]) for name in _SCALARS}
@@ -169,24 +174,17 @@ def graph_of(case: Case, record: StepRecord) -> Graphs:
     )
 
 
-def scaled(graph: Graphs, scaling: Sequence[np.ndarray]) -> Graphs:
-    """Return the graph with standardised features."""
-    of_nodes, of_scalars = map(torch.from_numpy, scaling)
-    return replace(
-        graph,
-        nodes_VX=_standardise(graph.nodes_VX, of_nodes),
-        scalars_GS=_standardise(graph.scalars_GS, of_scalars),
-    )
-
-
-def _mean_and_scale(table: np.ndarray) -> np.ndarray:
+def _mean_and_scale(values: Tensor) -> np.ndarray:
+    """Return (columns, 2), the mean and the scale by which `_standardise` divides."""
+    table = values.double().numpy()
     scale = table.std(axis=0)
     return np.stack([table.mean(axis=0), np.where(scale > 1e-6, scale, 1.0)], axis=1)
 
 
-def _standardise(values: Tensor, by: Tensor) -> Tensor:
+def _standardise(values: Tensor, scaling: np.ndarray) -> Tensor:
     """Return the values in float32, standardised and clipped to 6 deviations."""
-    return ((values - by[:, 0]) / by[:, 1]).clip(-6.0, 6.0).float()
+    mean, scale = torch.from_numpy(scaling).unbind(1)
+    return ((values - mean) / scale).clip(-6.0, 6.0).float()
 
 
 # Suffixes: G graphs, V nodes, E edges, X node features, Z edge features, S scalars of a graph, D width.
@@ -200,7 +198,7 @@ _LEAST_LOG, _MOST_LOG = -8.0, 3.0  # limits of the logarithm of the counted shar
 class Graphs:
     """One case, or several in a batch.
 
-    category_V int64; nodes_VX, edges_EZ, scalars_GS float, the first and the last standardised by `scaled`; ends_2E
+    category_V int64; nodes_VX, edges_EZ, scalars_GS float, the first and the last standardised by `_scaled`; ends_2E
     int64: each edge's operators; size_V: mebibytes of each operator's output; states_G: mebibytes of weights, gradients
     and optimizer state; graph_V int64: each operator's graph.
     """

@@ -136,7 +136,8 @@ class MicroBatches:
         most = size or self.given
         if self.per_replica is None:
             return most
-        return math.gcd(self.per_replica, 1 << (most.bit_length() - 1))  # with the largest power of two up to it
+        largest_power_of_two = 2 ** (most.bit_length() - 1)
+        return math.gcd(self.per_replica, largest_power_of_two)
 
     def larger(self, size: int) -> int | None:
         """Return the next larger size; None if there is none."""

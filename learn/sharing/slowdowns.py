@@ -368,16 +368,18 @@ class KnownJobs:
                 logs_by_group[_key(group.jobs, place)].append(float(np.log(max(1.0, slowdown))))
         medians = {key: float(np.median(values)) for key, values in sorted(logs_by_group.items())}
         middle = float(np.mean(list(medians.values())))
+        terms_of_rows = []
+        for name, partners in medians:
+            terms = Counter(("costs", partner) for partner in partners)
+            terms["suffers", name] = 1
+            terms_of_rows.append(terms)
         vectorizer = DictVectorizer()
-        members = vectorizer.fit_transform(
-            [Counter([("suffers", name), *(("costs", partner) for partner in partners)]) for name, partners in medians]
-        )
         ridge = Ridge(alpha=_ROW_FIRMNESS, fit_intercept=False, solver="lsqr", tol=1e-9)
-        ridge.fit(members, np.array(list(medians.values())) - middle)
-        figures: dict[str, dict[str, float]] = {"suffers": {}, "costs": {}}
-        for (kind, name), figure in zip(vectorizer.feature_names_, ridge.coef_.tolist(), strict=True):
-            figures[kind][name] = figure
-        return cls(middle=middle, groups=medians, **figures)
+        ridge.fit(vectorizer.fit_transform(terms_of_rows), np.array(list(medians.values())) - middle)
+        figures = dict(zip(vectorizer.feature_names_, ridge.coef_.tolist(), strict=True))
+        suffers = {name: figure for (kind, name), figure in figures.items() if kind == "suffers"}
+        costs = {name: figure for (kind, name), figure in figures.items() if kind == "costs"}
+        return cls(middle, suffers, costs, medians)
 
     def knows(self, group: Sequence[JobProfile]) -> bool:
         """Return whether every job of the group was measured beside others."""
@@ -553,11 +555,11 @@ def _spread(expected: np.ndarray, measured: np.ndarray) -> float:
 
 
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
-    """Return the spread of known jobs in left-out groups: each device in turn, or every second group where the others
-    are too few to fit on."""
-    halves = groups[::2], groups[1::2]
+    """Return the spread of known jobs in left-out groups: of each device in turn, or of each half in turn where no
+    device leaves enough groups to fit on."""
+    even, odd = groups[::2], groups[1::2]
     expected, measured = [], []
-    for inside, outside in left_out_parts(groups, "device") or [halves, halves[::-1]]:
+    for inside, outside in left_out_parts(groups, "device") or [(even, odd), (odd, even)]:
         known = KnownJobs.fitted(inside)
         for group in [group for group in outside if known.knows(group.jobs)]:
             expected += [known.slowdown(group.jobs, place) for place in range(len(group.jobs))]
