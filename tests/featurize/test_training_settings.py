@@ -1,5 +1,6 @@
 """The effect of each training setting on a traced step, counted on paper or on a real step on the CPU."""
 
+import dataclasses
 import functools
 import math
 
@@ -255,6 +256,12 @@ def test_selective_checkpointing_saves_products_and_recomputes_the_rest():
 def test_wrong_and_contradicting_settings_are_named(settings, message):
     with pytest.raises(UsageError, match=message):
         Training(**settings)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Training)])
+def test_every_setting_has_a_rule(name):
+    with pytest.raises(UsageError, match=f"{name} must be .*, got -1"):
+        Training(**{name: -1})
 
 
 @pytest.mark.parametrize(
