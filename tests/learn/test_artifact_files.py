@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import learn.fitting.artifacts as artifact_files
-from conf.files.identity import own_sha256
+from conf.files.identity import OWN_SHA256, own_sha256
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, mlp, transformer
 from learn import FitSettings, estimate, fit
@@ -66,13 +66,17 @@ def flipped(content):
 
 def stamped(meta):
     """Return the file of this content, with its own checksum."""
-    return json.dumps(meta | {"own_sha256": own_sha256(meta)}).encode()
+    return json.dumps(meta | {OWN_SHA256: own_sha256(meta)}).encode()
 
 
 def naming_another_file(content):
     meta = json.loads(content)
     meta["files"]["../../../../etc/passwd"] = {"sha256": "0" * 64, "bytes": 1}
     return stamped(meta)
+
+
+def without_own_checksum(content):
+    return json.dumps({key: value for key, value in json.loads(content).items() if key != OWN_SHA256}).encode()
 
 
 MODEL, META = "model/model.npz", "meta.json"
@@ -85,6 +89,7 @@ DAMAGES = {
     "meta of another shape": (META, lambda _: b'{"estimator": "lightgbm", "rows": [], "target": 3}'),
     "no checksums": (META, lambda content: stamped(json.loads(content) | {"files": None})),
     "names": (META, naming_another_file),
+    "no own checksum": (META, without_own_checksum),
     "gone": ("model/estimator.json", None),
     "more": ("model/correction-3.txt", lambda _: b"0.5\n"),
     "cut report": ("report.json", lambda content: content[:-10]),
