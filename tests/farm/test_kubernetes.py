@@ -137,20 +137,21 @@ def test_other_pods_stay_as_they_are(service, annotations):
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "dialect", "words"),
     [
-        ("", "gpufarm.io/job is not JSON"),
-        ("[1]", "gpufarm.io/job is JSON, but no object"),
-        ("{}", "gpufarm.io/job: give exactly one of config, "),
-        ('{"config": 1}', "gpufarm.io/job/config: Input should be a valid dictionary"),
-        ('{"config": {"family": "nope"}}', "unknown family 'nope'"),
-        ("[" * 5000, "gpufarm.io/job is not JSON"),
-        ('{"model": "os:system", "inputs": [1]}', "os:system"),
-        ('{"script": "print(1)"}', "takes no scripts"),
+        ("", "kai", "gpufarm.io/job is not JSON"),
+        ("[1]", "kai", "gpufarm.io/job is JSON, but no object"),
+        ("{}", "kai", "gpufarm.io/job: give exactly one of config, "),
+        ('{"config": 1}', "kai", "gpufarm.io/job/config: Input should be a valid dictionary"),
+        ('{"config": {"family": "nope"}}', "kai", "unknown family 'nope'"),
+        ("[" * 5000, "kai", "gpufarm.io/job is not JSON"),
+        ('{"model": "os:system", "inputs": [1]}', "kai", "os:system"),
+        ('{"script": "print(1)"}', "kai", "takes no scripts"),
+        (JOB, "slurm", "unknown gpufarm.io/write 'slurm'; known: "),
     ],
 )
-def test_a_job_that_cannot_be_answered_is_allowed_and_says_why(service, job, words):
-    notes = patched(service, {"gpufarm.io/job": job})["metadata"]["annotations"]
+def test_a_job_that_cannot_be_answered_is_allowed_and_says_why(service, job, dialect, words):
+    notes = patched(service, {"gpufarm.io/job": job, "gpufarm.io/write": dialect})["metadata"]["annotations"]
     assert words in notes["gpufarm.io/problem"] and "gpufarm.io/upper-mib" not in notes
 
 

@@ -49,8 +49,9 @@ def problem_of(answer):
 
 @pytest.mark.parametrize("method", ["full", "fast"])
 def test_a_trial_config_is_answered_as_the_library_answers(service, method):
-    status, headers, answer = service.post("/v1/estimate", {"config": MLP, "method": method}, prefer="wait=60")
-    own = estimate(MLP, method=method)
+    body = {"config": MLP, "method": method, "device": "L4", "machine": "eager"}
+    status, headers, answer = service.post("/v1/estimate", body, prefer="wait=60")
+    own = estimate(MLP, method=method, device="L4", machine="eager")
     assert status == 200 and answer["method"] == method and headers["x-request-id"]
     assert [answer["estimate"][name] for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
 
@@ -67,34 +68,55 @@ def test_jobs_of_one_batch_have_an_answer_or_a_problem_each(service):
 
 
 def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(service):
-    body = {"model": "torchvision.models:alexnet", "inputs": [4, 3, 64, 64], "training": {"optimizer": "sgd"}}
+    body = {
+        "model": "torchvision.models:alexnet",
+        "inputs": [4, 3, 64, 64],
+        "input_dtype": "bfloat16",
+        "training": {"optimizer": "sgd", "precision": "bf16-true"},
+    }
     status, headers, pending = service.post("/v1/estimate", body)
     assert status == 202 and headers["location"] == pending["url"] and headers["retry-after"]
     with service.client() as client:
         done = client.estimate(**body)
-    own = estimate(load_factory(body["model"]), [4, 3, 64, 64], optimizer="sgd")
+    own = estimate(load_factory(body["model"]), body["inputs"], input_dtype="bfloat16", **body["training"])
     assert [getattr(done, name) for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
     status, _, again = service.post("/v1/estimate", body)
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
 
 
-def test_a_question_that_is_deleted_while_its_client_waits_is_no_longer_waited_for(folder, monkeypatch):
+@pytest.fixture
+def own_service(folder, monkeypatch):
+    """A service in this process, with a request of `someone` in progress: a question that is deleted while it waits."""
     monkeypatch.setattr(application, "ServiceMetrics", mock.Mock)  # a process registers them once
     row = QuestionRow("key", QUEUED, wanted_at=0.0, ended_at=None, answer=None, problem=None)
     questions = mock.AsyncMock(**{"ask.return_value": row, "get.side_effect": [None]})
     service = application.EstimationService(ServeSettings(data=str(folder.root)), questions)
     service.working.hold("someone")
-    question = estimate_question(EstimateRequest(config=MLP), Policy())
-    assert asyncio.run(service.traced(question, Caller("someone", 3600.0))).status_code == 202
+    return service
+
+
+def test_a_trial_config_is_waited_for_unless_its_question_is_deleted_meanwhile(own_service):
+    assert asyncio.run(own_service.estimate(EstimateRequest(config=MLP), Caller("someone", None))).status_code == 202
+    own_service.questions.get.assert_awaited_once()
+    assert not own_service.working.take("someone", own_service.working.limit // 2), "the request has its place again"
+
+
+def test_a_batch_holds_more_places_than_one_until_it_is_answered(own_service):
+    jobs, caller = [{}] * 40, Caller("someone", None)
+    assert asyncio.run(own_service.batch(jobs, caller)).status_code == 200
+    assert own_service.working.take("someone", own_service.working.limit // 2 - 1), "all are given back"
+    with pytest.raises(Problem, match="share of the work in progress"):
+        asyncio.run(own_service.batch(jobs, caller))
 
 
 def test_devices_that_fit_and_the_largest_batch(service):
     with service.client() as client:
         fits = client.devices_that_fit(config=MLP)
-        largest = client.largest_batch(config=MLP, device="T4")
+        largest = client.largest_batch(config=MLP, device="T4", by="point")
     by_device, own = {one.device: one for one in fits}, estimate(MLP, device="T4")
     assert by_device["T4"].estimate.upper_mib == pytest.approx(own.upper_mib) and by_device["MI300X"].fits
     assert largest.estimate.fits_device and (largest.batch, largest.beyond) == (65_536, None) and largest.is_lower_bound
+    assert largest.by == "point"
 
 
 def test_an_admission_is_the_librarys(service):
@@ -109,9 +131,9 @@ def test_an_admission_is_the_librarys(service):
 def test_a_plan_is_polled(service):
     with service.client() as client:
         planned = client.plan(
-            model="torchvision.models:alexnet", inputs=[4, 3, 64, 64], gpus=2, checkpointing=["none"], modes=["ddp"]
+            model="torchvision.models:resnet18", inputs=[4, 3, 64, 64], gpus=2, checkpointing=["full"], modes=["ddp"]
         )
-    assert planned["rows"] and planned["rows"][0]["fits"]
+    assert planned["rows"][0]["fits"] and {row["checkpointing"] for row in planned["rows"]} == {"full"}
 
 
 def test_metrics_count_all_processes_requests(service):
@@ -123,6 +145,12 @@ def test_metrics_count_all_processes_requests(service):
 
 
 # ---- what is refused
+
+
+def test_a_job_whose_trace_fails_says_why(service):
+    body = {"model": "torchvision.models:alexnet", "inputs": [1, 3, 8, 8]}
+    status, document = problem_of(service.post("/v1/estimate", body, prefer="wait=60"))
+    assert (status, document["type"]) == (422, "/problems/not-answerable") and "cannot be traced" in document["detail"]
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,9 @@ def test_what_never_ends_is_refused_before_it_takes_memory(start, piece):
         assert ended(client) and asked(port) == b"4 3"
 
 
-def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_first():
-    with listening(peer_connections=20, connections=30) as (port, server):
+@pytest.mark.parametrize("limits", [{"peer_connections": 20, "connections": 30}, {"connections": 20}])
+def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_first(limits):
+    with listening(**limits) as (port, server):
         half_open = connected(port, HEAD)
         idle = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         idle.request("GET", "/")
