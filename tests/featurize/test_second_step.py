@@ -114,7 +114,7 @@ class CountingLoss(nn.CrossEntropyLoss):
 
 OFTEN = (counts, counts_in_global, counts_on_host, counts_in_hook, keeps_output)
 KEEP = (*OFTEN, draws, goes, reads, makes_mask)
-SETTINGS = ({}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"})
+SETTINGS = ({}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd", "channels_last": True})
 CASES = [*itertools.product((plain, *OFTEN), SETTINGS), *((model, {}) for model in KEEP[len(OFTEN) :])]
 
 

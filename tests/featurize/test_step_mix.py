@@ -63,6 +63,7 @@ def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypat
     monkeypatch.setattr(tracer, "StepSequence", EveryStepRuns)
     every = mix(in_order, **settings)
     assert what_happens(joined) == what_happens(every)
+    assert (tracer.COMPILED_SHAPES in joined.notes) == ("compile" in settings)
     assert replay(joined, A100).peak_reserved == replay(every, A100).peak_reserved
 
 

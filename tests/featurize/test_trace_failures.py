@@ -1,6 +1,7 @@
 """Models that cannot be traced: what the reason names, and that nothing is left changed."""
 
 import contextlib
+import pickle
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ TARGET = torch.empty(4, dtype=torch.long, device="meta")
 def test_an_operator_that_needs_values_is_named_with_its_module(function, operator, target):
     error = failure(lambda: net(function), target=target)
     assert (error.operator, error.module) == (operator, "body.1.0")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # as a child sends it
     assert f"in operator {operator} of module 'body.1.0'" in str(error)
     assert error.__cause__ is not None and "\n" not in str(error)
 
