@@ -185,6 +185,32 @@ def fitted(groups):
     return fitted_slowdowns(groups)
 
 
+def test_jobs_known_by_name_add_up_what_each_suffers_and_costs():
+    figures = dict(zip("abcdefg", np.random.default_rng(3).uniform(0.1, 0.6, (7, 2)).tolist(), strict=True))
+
+    def slowdowns_of(names):
+        costs = sum(figures[name][1] for name in names)
+        return tuple(float(np.exp(figures[name][0] + costs - figures[name][1])) for name in names)
+
+    *groups, left_out = [*itertools.combinations(figures, 2), *itertools.combinations(figures, 3)]
+    measured = [
+        MeasuredGroup(
+            group_id="".join(names),
+            title="made",
+            series="",
+            device="A" if len(names) == 2 else "B",
+            jobs=tuple(JobProfile(name) for name in names),
+            models=names,
+            slowdowns=slowdowns_of(names),
+        )
+        for names in groups
+    ]
+    fitted = fitted_slowdowns(measured)
+    found = [one.median for one in fitted.slowdowns([JobProfile(name) for name in left_out])]
+    assert found == pytest.approx(slowdowns_of(left_out), rel=0.05)
+    assert fitted.spread_known > 0.05  # a fit on pairs alone predicts triples less well
+
+
 OF_JOB = ("model", "dataset", "batchsize", "amp", "speed")
 
 
