@@ -104,6 +104,11 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
 
+def test_masses_of_bins_widen_with_the_scale_of_the_errors():
+    wide = ResidualPrediction(np.array([0.5]), np.array([-0.1, 0.1]), "ratio", scale=lambda: np.full(1, 3.0))
+    assert wide.bin_probabilities(np.array([0.35]))[0].tolist() == [0.5, 0.5]  # one error reaches from 0.5 to 0.2
+
+
 def test_metrics_of_a_known_case():
     configs = make_configs(5)
     rows = make_rows("memory", configs, [1000, 2000, 10_000, 20_000, 40_326], censored=[False] * 4 + [True])
