@@ -99,9 +99,11 @@ def test_every_kind_of_result_is_on_the_page(planted_page):
 def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
     causes = of_planted.rows("SELECT tensors, allocator, context FROM causes")
     assert causes == [pytest.approx((0, 0, -CONTEXT_MIB), abs=0.01)] * 8
-    ((allocated, step_time),) = of_planted.rows(
-        "SELECT max(abs(error)) FILTER (figure = 'allocated'), median(error) FILTER (figure = 'step_time') FROM traced"
+    ((allocated, step_time, energy),) = of_planted.rows(
+        "SELECT max(abs(error)) FILTER (figure = 'allocated'), median(error) FILTER (figure = 'step_time'),"
+        " median(error) FILTER (figure = 'energy') FROM traced"
     )
+    assert energy == pytest.approx(1 / (SHIFTS["power_w"] * SHIFTS["step_time_ms"]) - 1)
     assert allocated == pytest.approx(0, abs=1e-6) and step_time == pytest.approx(1 / SHIFTS["step_time_ms"] - 1)
 
 
