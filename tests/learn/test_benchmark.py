@@ -204,6 +204,7 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     fitted = estimators.make_estimator("lightgbm", 0).fit(train).predict(asked.cases)
     np.testing.assert_allclose([given[name] for name in asked.run_ids], fitted.point)
     assert len(given) == 90 and None not in given.values()
+    assert "calibration rows are too few" in str(done.notes)
     (few,) = benchmark(BenchmarkSettings(**chosen, by="device", rows=8, family="mlp")).figures
     too_few = "cannot be fitted: target=memory: {} rows with an exact label to fit on, 10 are needed"
     assert few.refusals == {too_few.format(2): 6, too_few.format(6): 2}
