@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import select
 import statistics
 import subprocess
@@ -49,9 +48,9 @@ def core_share(sensors: list) -> float:
     sampler = TelemetrySampler(sensors, _PERIOD_S)
     sampler.start()
     time.sleep(1.0)  # what only the first readings do
-    before_s, began_s = _cpu_s(), time.perf_counter()
+    before_s, began_s = time.process_time(), time.perf_counter()
     time.sleep(_SAMPLE_S)
-    used_s, elapsed_s = _cpu_s() - before_s, time.perf_counter() - began_s
+    used_s, elapsed_s = time.process_time() - before_s, time.perf_counter() - began_s
     samples = sampler.stop()
     assert {name for name, _ in samples} == {sensor.name for sensor in sensors}, sampler.missing
     return used_s / elapsed_s
@@ -130,11 +129,6 @@ def _uuid(gpu: int) -> str:
     from recorded_nvml import A100_UUID
 
     return A100_UUID if gpu == 0 else f"GPU-{gpu:08d}{A100_UUID[12:]}"
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
