@@ -253,8 +253,11 @@ def _score_chart(key: str, results: Sequence[Promotion], nights: Sequence[Cycle]
     elif target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         is_log = TARGETS[target].space == "log"
         axis, unit = (f"{axis} of the logarithm", "ln") if is_log else (axis, TARGETS[target].unit)
-    candidate, in_use = zip(*(_figures(result, key) for result in results), strict=True)
-    lines = [Curve(name="candidate", css="k5", values=candidate), Curve(name="in use", css="k1", values=in_use)]
+    figures = [_figures(result, key) for result in results]
+    lines = [
+        Curve(name="candidate", css="k5", values=[candidate for candidate, _ in figures]),
+        Curve(name="in use", css="k1", values=[in_use for _, in_use in figures]),
+    ]
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     svg = curves(_days(nights), lines, unit, most=most)
     return Chart(f"{target} by {estimator}: {axis}", svg, (chips,), newest_first_seen=True)

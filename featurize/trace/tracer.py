@@ -249,7 +249,9 @@ class Tracing:
         built = self._on_meta(model)
         if training.float8 is not None:
             require_8_bits(self.spec)
-        self._compiled = [*self._survey.compiled, *([""] if training.compile else ())]
+        self._compiled = list(self._survey.compiled)
+        if training.compile:
+            self._compiled.append("")
         mode = training.compile if isinstance(training.compile, str) else ""
         graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
         regions, loss = None, self.loss
@@ -313,7 +315,8 @@ class Tracing:
             mix = BatchMix(
                 given=len(self._order), shapes=len(self._met_at), longest=self._met_at[self._longest], order=steps
             )
-        notes = [*(() if self._regions is None else self._regions.notes()), *self._survey.notes]
+        notes = [] if self._regions is None else list(self._regions.notes())
+        notes += self._survey.notes
         if str(self._training.compile).startswith("max-autotune"):
             notes.append(AUTOTUNED)
         if multiplies_8_bits(operators):
