@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self
 
-from conf.errors import BOOLEAN, Allowed, UsageError, is_finite, one_of, shown
+from conf.errors import BOOLEAN, Allowed, UsageError, integer, is_finite, one_of, shown
 from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
@@ -70,7 +70,7 @@ _STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
 def _whole(least: int, most: float, words: str) -> Allowed:
-    return Allowed(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
+    return integer(least, most)._replace(words=f"a whole number {words}")
 
 
 def _elements(least: int) -> Allowed:

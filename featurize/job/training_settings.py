@@ -272,7 +272,7 @@ class Training:
     set_to_none: bool = True
     zero_grad: Annotated[str, one_of(("before_forward", "after_forward"))] = "before_forward"
     holds_output: bool = True
-    grad_scaler: Annotated[bool | None, Allowed(optional(BOOLEAN).fit, "true, false or null")] = None
+    grad_scaler: Annotated[bool | None, optional(BOOLEAN)._replace(words="true, false or null")] = None
     ema: bool = False
     optimizer_in_backward: bool = False
     checkpointing: Annotated[str | None, optional(one_of(CHECKPOINTING))] = None
