@@ -275,7 +275,8 @@ def alike_blocks(model: nn.Module) -> int:
     blocks = repeated_blocks(model)
     if not blocks or container_of(model, blocks) is None:
         return 0
-    if any(describe(block) != describe(blocks[0]) for block in blocks[1:]):
+    first = describe(blocks[0])
+    if any(describe(block) != first for block in blocks[1:]):
         return 0
     places = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     shared = any(places[id(parameter)] > 1 for block in blocks for parameter in block.parameters())
