@@ -252,8 +252,8 @@ class Tracing:
         self._compiled = list(self._survey.compiled)
         if training.compile:
             self._compiled.append("")
-        mode = training.compile if isinstance(training.compile, str) else ""
-        graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
+        self._compile_mode = training.compile if isinstance(training.compile, str) else ""
+        graphs = self._graphs = CudaGraphs() if self._compile_mode in GRAPH_MODES else None
         regions, loss = None, self.loss
         if self._compiled or self._survey.functions or loss is not None:
             alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
@@ -317,7 +317,7 @@ class Tracing:
             )
         notes = [] if self._regions is None else list(self._regions.notes())
         notes += self._survey.notes
-        if str(self._training.compile).startswith("max-autotune"):
+        if self._compile_mode.startswith("max-autotune"):
             notes.append(AUTOTUNED)
         if multiplies_8_bits(operators):
             notes.append(PRICED)
