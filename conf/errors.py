@@ -1,6 +1,8 @@
-"""Errors that a command prints in one line, without a traceback, before it exits with code 2; rules of single values.
+"""Errors that a command prints in one line, without a traceback, before it exits with code 2, and text for messages.
 
-Start reading at `CommandError`, and for the rules of a setting, a config's field or a search space's key at `Allowed`.
+Start reading at `CommandError`; for the rules of a setting, a config's field or a search space's key at `Allowed`. Text
+is made safe for terminals and storage: `printable` escapes control characters, `shown` quotes a value, `error_line`
+finds the line of a stored error that says what happened, `safe_text` cuts the output of a trial.
 """
 
 from __future__ import annotations
@@ -8,33 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
-
-from conf.plain_text import shown
-
-__all__ = [
-    "BOOLEAN",
-    "COUNT",
-    "Allowed",
-    "CommandError",
-    "EnvironmentProblem",
-    "UsageError",
-    "at_most",
-    "collected",
-    "integer",
-    "is_finite",
-    "kept_from_exit",
-    "one_of",
-    "optional",
-    "problem_of_value",
-    "refuse",
-    "require_known",
-    "require_one_of",
-    "shown",
-    "unknown_name",
-    "unknown_names",
-]
+from typing import Any, NamedTuple, TextIO, TypeGuard
 
 # Errors of this process, machine or disk rather than of a file's content: a later attempt may succeed.
 PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT)
@@ -162,3 +141,122 @@ def problem_of_value(name: str, value: Any, rules: Iterable[Allowed]) -> str | N
         if not rule.fit(value):
             return f"{name} must be {rule.words}, got {shown(value)}"
     return None
+
+
+# ---- text for messages
+
+_LONGEST_LINE = 4000  # characters; some messages list every valid name
+_LONGEST_SHOWN = 200  # characters of a value that is quoted back
+OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run from the last output of its trial
+_TRACEBACK_STARTS = "Traceback (most recent call last):"
+_FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
+_IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # frame that a traceback draws around the exceptions of a group
+ERROR_CHARACTERS = 32_000  # characters of an error's text that are kept
+_HEAD_SHARE = 0.25  # share of a kept text for its beginning; a traceback has its message at the end
+_TAB_OR_LINE_FEED = re.compile("([\t\n])")
+_LINE_END = re.compile("\r\n?")
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, such as `\\x1b`. Line feeds stay, tabs become blanks."""
+    if text.isprintable():
+        return text
+    return "".join(map(_spell, text))
+
+
+def one_line(text: str) -> str:
+    """Return `printable` text in one line: tabs and line feeds are also escaped."""
+    return printable(text.replace("\t", "\\t")).replace("\n", "\\n")
+
+
+def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print lines on standard output or `file`, each through `one_line`: file names may hold any character."""
+    for line in lines:
+        print(one_line(line), file=file)
+
+
+def first_few(texts: Sequence[str], most: int, between: str = "; ") -> str:
+    """Return the first `most` texts and the number of the others: `a; b; 3 more`."""
+    more = [f"{len(texts) - most:,} more"] if len(texts) > most else []
+    return between.join([*texts[:most], *more])
+
+
+def left_out(count: int, unit: str) -> str:
+    """Return the line that marks a cut."""
+    return f"\n[... {count:,} {unit} left out ...]\n"
+
+
+def truncated(text: str) -> str:
+    """Return `text`, or its beginning and end if it is too long for a message."""
+    return _cut(text, _LONGEST_LINE, " ... ")
+
+
+def shown(value: object) -> str:
+    """Return the `repr` of a value for a message, cut if it is long; bytes that are not UTF-8 appear as `\\xNN`."""
+    text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
+    cut = _cut(text, _LONGEST_SHOWN, "...")
+    return text if cut == text else f"{cut} ({len(text):,} characters)"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first non-blank line of an exception's text, or the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def exception_line(error: BaseException) -> str:
+    """Return an exception as one line: `TypeError: first non-blank line of its text`, or only its type."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
+
+
+def error_line(text: str) -> str:
+    """Return the line of an error that says what happened, made `printable`; empty for an empty text.
+
+    In a traceback this is the first line of its last exception (`TypeError: ...`), otherwise the first line that is not
+    blank. The output of a trial, which may follow, is ignored.
+    """
+    lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
+    traced = [number for number, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    if not traced and lines and lines[0].startswith("Traceback"):  # a shortened one
+        traced = [0]
+    if traced:  # source lines and their markers are indented, the exception is not
+        behind = [_IN_A_GROUP.sub("", line) for line in lines[traced[-1] + 1 :]]
+        lines = [line for line in behind if not line[0].isspace()] or lines[traced[-1] :]
+    return printable(lines[0].strip()) if lines else ""
+
+
+def _cut(text: str, limit: int, between: str) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}{between}{text[-half:]}"
+
+
+def _spell(character: str) -> str:
+    if character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    if character == "\t":
+        return " "
+    # Control characters, surrogates, direction marks, invisible characters, line ends and unassigned characters.
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that Python could not decode (PEP 383)
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return `printable` text, but with its tabs, cut to about `limit` characters.
+
+    The beginning and the end are kept; a line between them says how many characters were left out.
+    """
+    parts = _TAB_OR_LINE_FEED.split(_LINE_END.sub("\n", shortened(text, limit)))
+    return "".join(part if part == "\t" else printable(part) for part in parts)
+
+
+def shortened(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return the beginning and the end of `text`, with a line that says how many characters were left out."""
+    if len(text) <= limit:
+        return text
+    head = int(limit * _HEAD_SHARE)
+    tail = limit - head
+    return f"{text[:head]}{left_out(len(text) - limit, 'characters')}{text[-tail:]}"

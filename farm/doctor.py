@@ -19,9 +19,8 @@ from typing import Any
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.device_names import profiles_of
-from conf.errors import CommandError
+from conf.errors import CommandError, print_lines
 from conf.files.identity import version_of
-from conf.plain_text import print_lines
 from farm.submission.settings import DeviceKeys, device_choice
 from farm.submission.submitting import existing_folder
 from featurize.device.device_spec import device_from_mapping

@@ -18,8 +18,7 @@ from urllib.parse import quote, urlsplit
 from conf.cli.command_line import command
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
-from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.plain_text import one_line
+from conf.errors import EnvironmentProblem, UsageError, one_line, shown
 from farm.serving.scheduling import JOB, device_of, figures_of, job_of_text, keep_asking, value_at
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.cli.command_line import StepBar, command
+from conf.errors import first_few
 from conf.files.identity import mapping_hash
 from conf.files.outputs import checked_output
-from conf.plain_text import MISSING, count_of, first_few, table_lines
+from conf.plain_text import MISSING, count_of, table_lines
 from conf.reports.blocks import (
     Block,
     Callout,

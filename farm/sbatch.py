@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
-from conf.errors import CommandError, EnvironmentProblem, UsageError
-from conf.plain_text import one_line, truncated
+from conf.errors import CommandError, EnvironmentProblem, UsageError, one_line, truncated
 from farm.serving.scheduling import devices_key, figures_of
 
 if TYPE_CHECKING:

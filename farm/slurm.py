@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
-from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError, one_line
 from conf.files.outputs import write_file
-from conf.plain_text import one_line
 from farm.serving.scheduling import devices_key, figures_of, job_of_text, keep_asking
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
-from conf.plain_text import error_line, one_line, print_lines, printable
+from conf.errors import error_line, one_line, print_lines, printable
 from conf.reports.blocks import Lead, print_blocks, table
 from farm.queue.jobs import existing_queue, queue_to_read
 from farm.queue.leftovers import dispatcher_of

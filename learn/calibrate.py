@@ -17,9 +17,9 @@ import numpy as np
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError, UsageError, first_line
 from conf.files.outputs import write_file
-from conf.plain_text import count_of, first_line, table_lines
+from conf.plain_text import count_of, table_lines
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
 from featurize.device.device_spec import (

@@ -12,7 +12,7 @@ from functools import partial
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, format_key
-from conf.plain_text import print_lines
+from conf.errors import print_lines
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import examine
 

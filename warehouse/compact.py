@@ -6,7 +6,7 @@ Start reading at `entry`; `warehouse.files.compaction` does the work and says wh
 from __future__ import annotations
 
 from conf.cli.command_line import command
-from conf.plain_text import print_lines
+from conf.errors import print_lines
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 

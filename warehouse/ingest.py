@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.cli.command_line import StepBar, command
-from conf.plain_text import first_few
+from conf.errors import first_few
 from conf.reports.blocks import Cell, Lead, print_blocks, table
 from warehouse.exchange.ingesting import IngestReport, IngestSettings, ingest
 from warehouse.tables.duckdb_access import disk_errors_named

@@ -6,7 +6,7 @@ Start reading at `entry`; `warehouse.exchange.publishing` writes it.
 from __future__ import annotations
 
 from conf.cli.command_line import command
-from conf.plain_text import print_lines
+from conf.errors import print_lines
 from warehouse.exchange.publishing import PublishSettings, publish
 
 

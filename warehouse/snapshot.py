@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, key
-from conf.plain_text import print_lines
+from conf.errors import print_lines
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import ALL, find_snapshot, snapshots, take_snapshot
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from conf.children.running import ServerLost
-from conf.plain_text import safe_text
+from conf.errors import safe_text
 from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Together, core_count, host_memory_share_mib, make_device

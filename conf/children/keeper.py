@@ -50,9 +50,9 @@ from conf.children.containment import (
     end_below,
     run_as_child,
 )
+from conf.errors import left_out
 from conf.files.identity import identity
 from conf.files.own_folders import kept_folder
-from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16

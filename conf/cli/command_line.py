@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from conf.cli.commands import COMMANDS, description, naming_the_extra, settings_class
 from conf.cli.overrides import check_readable, load_config, made
 from conf.cli.settings import documented_keys, group_options
-from conf.errors import PASSING_ERRNOS, CommandError, EnvironmentProblem, UsageError, shown
-from conf.plain_text import one_line, printable, truncated
+from conf.errors import (
+    PASSING_ERRNOS,
+    CommandError,
+    EnvironmentProblem,
+    UsageError,
+    one_line,
+    printable,
+    shown,
+    truncated,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -30,8 +30,7 @@ from conf.cli.settings import (
     problems_of,
 )
 from conf.device_names import DEVICE_FILES, read_device_file, resolve_device, slice_values, split_slice
-from conf.errors import UsageError, collected, refuse, shown, unknown_name
-from conf.plain_text import first_line
+from conf.errors import UsageError, collected, first_line, refuse, shown, unknown_name
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -17,9 +17,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, one_line
 from conf.files.outputs import write_file, write_output
-from conf.plain_text import clean_text, counted, one_line
+from conf.plain_text import clean_text, counted
 from conf.reports.charts import Markup, Svg
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ import warehouse
 from conf.children.keeper import TIME
 from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import PACKAGES
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, error_line
 from conf.files.identity import mapping_hash, sha256_of
-from conf.plain_text import error_line
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
 from warehouse.tables.schema import ENVIRONMENT

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
+from conf.errors import safe_text
 from conf.files.identity import identity
-from conf.plain_text import safe_text
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem

@@ -24,9 +24,8 @@ import psutil
 
 from conf.cli.command_line import EXIT_TEMPORARY
 from conf.cli.settings import Checked, key
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, error_line
 from conf.files.identity import alive, identity
-from conf.plain_text import error_line
 from workers.telemetry.sampler import call_in_thread
 
 if TYPE_CHECKING:

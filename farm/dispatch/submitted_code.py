@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from conf.errors import one_line
 from conf.files.own_folders import open_own_file, own_folder
-from conf.plain_text import one_line
 from featurize.configs.trial import TrialConfig, code_entries, code_fields, refusal, trusting
 from featurize.job.code_names import CodeName, TrustedName
 

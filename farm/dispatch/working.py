@@ -20,8 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from conf.cli.command_line import EXIT_INTERRUPTED, start_bar
-from conf.errors import UsageError
-from conf.plain_text import error_line, one_line, print_lines
+from conf.errors import UsageError, error_line, one_line, print_lines
 from farm.dispatch.dispatcher import Dispatcher, StopRequest, make_executor
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, lost_words

@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from conf.errors import UsageError
-from conf.plain_text import error_line, first_few
+from conf.errors import UsageError, error_line, first_few
 from farm.nights.journal import CanariesPayload, ComparedLabel, DriftPayload, Environment
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_row
 from featurize.device.device_spec import same_device

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from conf.errors import CommandError
-from conf.plain_text import counted, error_line
+from conf.errors import CommandError, error_line
+from conf.plain_text import counted
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
 from farm.dispatch.working import failed_job, run_job

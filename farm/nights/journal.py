@@ -20,9 +20,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, shown
 from conf.files.outputs import parse_json, sync
-from conf.plain_text import shown
 from learn.fitting.artifacts import Promotion
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import day_names

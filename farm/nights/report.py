@@ -16,8 +16,8 @@ from typing import Any
 import duckdb
 
 import warehouse
-from conf.errors import CommandError
-from conf.plain_text import OUTPUT_STARTS, error_line, first_few, short, sql_text
+from conf.errors import OUTPUT_STARTS, CommandError, error_line, first_few
+from conf.plain_text import short, sql_text
 from conf.reports.blocks import Level
 from conf.reports.charts import Grid
 from farm.nights.journal import (

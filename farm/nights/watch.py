@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
-from conf.plain_text import first_few
+from conf.errors import UsageError, first_few
 from farm.nights.canaries import (
     LABELS,
     CanaryVerdict,

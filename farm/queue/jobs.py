@@ -17,8 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
-from conf.plain_text import OUTPUT_STARTS
+from conf.errors import OUTPUT_STARTS, UsageError, unknown_name
 from farm.queue.queue_file import QueueError, QueueFile, Submission, prepare_queue
 from farm.queue.queue_values import (
     JOB_COLUMNS,

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from conf.errors import UsageError
-from conf.plain_text import shown
+from conf.errors import UsageError, shown
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
 from warehouse.files.folder import check_name
 from workers.devices import DeviceChoice

@@ -21,8 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, shown
-from conf.plain_text import printable
+from conf.errors import UsageError, printable, shown
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
 

@@ -20,8 +20,7 @@ import pyarrow.parquet
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
-from conf.errors import CommandError, UsageError
-from conf.plain_text import first_few
+from conf.errors import CommandError, UsageError, first_few
 from farm.serving.gate import Scrubber
 from farm.serving.settings import LimitSettings
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row

@@ -17,9 +17,8 @@ from typing import Any
 from conf.children.keeper import TIME, Ended
 from conf.children.running import ChildServer, local_server
 from conf.cli.own_packages import search_working_folder
-from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError, exception_line, first_few, shown
 from conf.files.identity import version_of
-from conf.plain_text import exception_line, first_few, shown
 from featurize.configs.dimensions import Space, own_space
 from featurize.configs.trial import (
     TrialConfig,

@@ -17,10 +17,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from conf.errors import UsageError, unknown_names
+from conf.errors import UsageError, one_line, unknown_names
 from conf.files.identity import canonical_json as canonical_json
 from conf.files.identity import mapping_hash as mapping_hash
-from conf.plain_text import one_line
 from featurize.families import family_names, get_family, layers_of
 from featurize.job.code_names import LIBRARY_MODULES, CodeName, TrustedName, granted_model
 from featurize.job.training_settings import ACTIVATIONS as ACTIVATIONS

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
-from conf.errors import Allowed, CommandError, UsageError
+from conf.errors import Allowed, CommandError, UsageError, exception_line
 from conf.files.identity import canonical_json
-from conf.plain_text import exception_line
 from featurize.families._parts import library_model
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer

@@ -13,8 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from conf.cli.settings import key
-from conf.errors import UsageError
-from conf.plain_text import shown
+from conf.errors import UsageError, shown
 
 # Modules of libraries whose models data may name. A factory is a plain name in them, without further attributes.
 LIBRARY_MODULES = {

@@ -28,7 +28,7 @@ from torch.utils import checkpoint as library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from conf.plain_text import exception_line
+from conf.errors import exception_line
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.own_operators import DEQUANTIZATIONS
 from featurize.operators.replacing import all_replaced, if_imported, replaced

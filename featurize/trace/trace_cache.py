@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from conf.errors import one_line
 from conf.files.disk_cache import PACKAGES, keep, recall
 from conf.files.identity import aside_folder, canonical_json
-from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
 from featurize.device.device_spec import AttentionKernels, DeviceSpec

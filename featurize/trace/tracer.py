@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from conf.errors import CommandError, UsageError, kept_from_exit
-from conf.plain_text import exception_line
+from conf.errors import CommandError, UsageError, exception_line, kept_from_exit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import GRAPH_MODES, Training, TrainingSettings, TrialConfig, settings_of_ranks

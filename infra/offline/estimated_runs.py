@@ -18,9 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 import warehouse
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError, UsageError, exception_line, first_line
 from conf.files.outputs import json_lines
-from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import Table, table
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device

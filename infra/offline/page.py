@@ -14,9 +14,9 @@ from pathlib import Path
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
-from conf.errors import UsageError
+from conf.errors import UsageError, exception_line
 from conf.files.outputs import write_output
-from conf.plain_text import count_of, exception_line
+from conf.plain_text import count_of
 from conf.reports.blocks import (
     Block,
     Bullets,

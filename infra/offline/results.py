@@ -18,9 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError, exception_line
 from conf.files.outputs import TEMPORARY_SUFFIX, json_lines, new_folder, read_json, write_file
-from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder

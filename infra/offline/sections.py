@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from conf.errors import CommandError, UsageError
-from conf.plain_text import MISSING, count_of, exception_line, first_line
+from conf.errors import CommandError, UsageError, exception_line, first_line
+from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
     Bullets,

@@ -28,9 +28,9 @@ import duckdb
 from conf.children.containment import die_with_parent
 from conf.cli.command_line import EXIT_INTERRUPTED, command
 from conf.cli.settings import Checked, key
-from conf.errors import CommandError
+from conf.errors import CommandError, exception_line, one_line, truncated
 from conf.files.outputs import json_lines, write_file
-from conf.plain_text import count_of, exception_line, one_line, truncated
+from conf.plain_text import count_of
 from farm.dispatch.dispatcher import StopRequest
 from farm.queue.jobs import Queue
 from featurize.families import family_names

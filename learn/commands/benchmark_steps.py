@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, require_one_of, shown
-from conf.plain_text import first_line
+from conf.errors import CommandError, UsageError, first_line, require_one_of, shown
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.commands.benchmark_rows import BenchmarkSettings, Tally, ask_learned, asked_rows

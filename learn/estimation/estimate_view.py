@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.errors import UsageError
-from conf.plain_text import MISSING, count_of, one_line
+from conf.errors import UsageError, one_line
+from conf.plain_text import MISSING, count_of
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
 from learn.estimation.notes import TARGETS, Note, most_important
 from learn.job.training_job import LEGEND, LOOPS, loop_of_source

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from conf.cli.command_line import StepBar
-from conf.errors import CommandError, UsageError, require_one_of
-from conf.plain_text import first_line
+from conf.errors import CommandError, UsageError, first_line, require_one_of
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names, device_of_user
 from featurize.job.training_settings import TrainingKeywords

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, require_one_of, shown, unknown_name
-from conf.plain_text import count_of, first_line
+from conf.errors import CommandError, UsageError, first_line, require_one_of, shown, unknown_name
+from conf.plain_text import count_of
 from featurize.configs.trial import problem_of_fields
 from featurize.device.device_spec import DeviceSpec, device_names, known_device, plain_device
 from featurize.job.training_settings import TRAINING_FIELDS, TrialConfig

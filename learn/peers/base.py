@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from conf.cli.commands import advice_for
-from conf.errors import CommandError
-from conf.plain_text import exception_line
+from conf.errors import CommandError, exception_line
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.training_settings import TrainingSettings
 from featurize.recording.skeleton import build_on_meta, kept_results

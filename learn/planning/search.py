@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError, UsageError
-from conf.plain_text import first_line
+from conf.errors import CommandError, UsageError, first_line
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import training_of
 from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks

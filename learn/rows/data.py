@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from conf.errors import CommandError, UsageError, require_one_of
-from conf.plain_text import first_few
+from conf.errors import CommandError, UsageError, first_few, require_one_of
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import known_device, load_device, plain_device, same_device
 from featurize.families import get_family

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from conf.errors import CommandError
+from conf.errors import CommandError, exception_line
 from conf.files.disk_cache import DiskCache, libraries
-from conf.plain_text import exception_line
 from conf.units import MIB_PER_GIB
 from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import refusal

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from conf.cli.own_packages import users_environment
-from conf.errors import UsageError
-from conf.plain_text import one_line
+from conf.errors import UsageError, one_line
 from featurize.job.layout import Cluster, Parallel
 
 FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"

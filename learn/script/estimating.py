@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import local_server
-from conf.errors import UsageError, require_one_of, shown
-from conf.plain_text import one_line
+from conf.errors import UsageError, one_line, require_one_of, shown
 from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import search_settings

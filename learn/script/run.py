@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from conf.cli.own_packages import PACKAGES, ROOT
-from conf.errors import CommandError
+from conf.errors import CommandError, first_line
 from conf.files.identity import aside_folder
-from conf.plain_text import first_line
 from featurize.device.device_spec import device_from_mapping
 from featurize.job.training_settings import GRAPH_MODES
 from featurize.memory.cudnn_workspaces import search_settings

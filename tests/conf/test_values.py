@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from conf.cli.commands import settings_class
 from conf.cli.overrides import load_config, load_settings
 from conf.cli.settings import Checked, Kind, key
-from conf.errors import UsageError
-from conf.plain_text import one_line, printable, shown, truncated
+from conf.errors import UsageError, one_line, printable, shown, truncated
 
 
 @pytest.mark.parametrize(

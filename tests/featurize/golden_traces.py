@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.plain_text import exception_line
+from conf.errors import exception_line
 from featurize.operators.torch_releases import installed_release
 
 GOLDEN = Path(__file__).with_name("golden_traces.json")

@@ -22,8 +22,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from conf.errors import exception_line
 from conf.files.identity import version_of
-from conf.plain_text import exception_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")

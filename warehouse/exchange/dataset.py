@@ -23,9 +23,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem, UsageError, shown
+from conf.errors import EnvironmentProblem, UsageError, first_line, shown
 from conf.files.outputs import parse_json
-from conf.plain_text import first_line, sql_text
+from conf.plain_text import sql_text
 from warehouse.files.writer import conform, detail_table, run_problems
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.tables.duckdb_access import scratch_cursor

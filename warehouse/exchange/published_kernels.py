@@ -32,9 +32,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem, require_one_of, shown
+from conf.errors import EnvironmentProblem, first_line, require_one_of, shown
 from conf.files.identity import canonical_json
-from conf.plain_text import first_line
 from warehouse.exchange.imported_rows import (
     Cells,
     Columns,

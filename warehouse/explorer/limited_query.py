@@ -25,8 +25,7 @@ import duckdb
 import pyarrow as pa
 
 from conf.children.containment import resident_bytes
-from conf.errors import CommandError, EnvironmentProblem, UsageError
-from conf.plain_text import first_line
+from conf.errors import CommandError, EnvironmentProblem, UsageError, first_line
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import ReadingLimits, WarehouseConnection, connect, make_views_file
 from warehouse.reading.query_answer import only_statement

@@ -39,8 +39,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli.settings import Checked, data_key, key
+from conf.errors import first_line
 from conf.files.outputs import TEMPORARY_SUFFIX, sync
-from conf.plain_text import escaped_glob, first_line, sql_text
+from conf.plain_text import escaped_glob, sql_text
 from warehouse.files.counting import (
     REDUNDANT,
     Catalogue,

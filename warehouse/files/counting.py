@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import EnvironmentProblem
-from conf.plain_text import first_line
+from conf.errors import EnvironmentProblem, first_line
 from warehouse.files import damage
 from warehouse.files.damage import DamagedFile, set_aside, warn_once
 from warehouse.files.folder import DataFolder, checksum_problem

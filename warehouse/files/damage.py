@@ -20,8 +20,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.errors import first_line, one_line
 from conf.files.outputs import sync, write_file
-from conf.plain_text import escaped_glob, first_line, one_line, sql_text
+from conf.plain_text import escaped_glob, sql_text
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, frame_problem, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, is_passing, open_binary
 from warehouse.tables.schema import KINDS, TABLES

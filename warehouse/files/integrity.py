@@ -26,9 +26,8 @@ from urllib.parse import quote
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from conf.errors import CommandError
+from conf.errors import CommandError, first_line, print_lines
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
-from conf.plain_text import first_line, print_lines
 from warehouse.files.counting import (
     REDUNDANT,
     Unreadable,

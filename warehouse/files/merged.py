@@ -23,8 +23,8 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.errors import first_line, one_line
 from conf.files.outputs import parse_json, replacing, sync
-from conf.plain_text import first_line, one_line
 from warehouse.files.damage import DamagedFile, warn_once
 from warehouse.files.folder import (
     COMPRESSION,

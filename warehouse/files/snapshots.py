@@ -21,10 +21,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from conf.errors import CommandError, EnvironmentProblem, UsageError, first_line, unknown_name
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
-from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock
 from warehouse.files.counting import (
     Catalogue,

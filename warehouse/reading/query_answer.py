@@ -22,9 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.cli.settings import Checked, data_key, key
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, printable, unknown_name
 from conf.files.outputs import Output, checked_output, output_file
-from conf.plain_text import printable
 from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.views import VIEWS
 from warehouse.reading.connection import WarehouseConnection, WarehouseRelation, connect, is_of_the_statement

@@ -25,9 +25,9 @@ from conf.children.keeper import MEMORY, TIME
 from conf.children.running import local_server
 from conf.cli.command_line import EXIT_TEMPORARY, run
 from conf.cli.settings import Checked, key
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, exception_line, one_line
 from conf.files.outputs import json_lines, write_file
-from conf.plain_text import counted, exception_line, one_line
+from conf.plain_text import counted
 from conf.units import MIB
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 from workers.telemetry.base import WatchTarget

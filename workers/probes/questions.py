@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.plain_text import counted, first_line
+from conf.errors import first_line
+from conf.plain_text import counted
 from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, first_gpu, measure_all, memory_reading
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.plain_text import first_line
+from conf.errors import first_line
 from workers.probes.children import (
     Measurement,
     ProbeResult,

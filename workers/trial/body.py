@@ -40,8 +40,7 @@ from typing import Any
 
 from conf.children.containment import die_with_parent, run_as_child
 from conf.children.keeper import receive
-from conf.errors import CommandError
-from conf.plain_text import shortened
+from conf.errors import CommandError, shortened
 from workers.devices import DeviceChoice, Link, MemberAlone, Place, Slot, Together, make_device
 
 _QUOTED_BYTES = 200

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.keeper import Ended
-from conf.plain_text import ERROR_CHARACTERS, first_line, one_line, safe_text, shown
+from conf.errors import ERROR_CHARACTERS, first_line, one_line, safe_text, shown
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.telemetry.base import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES

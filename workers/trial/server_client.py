@@ -26,8 +26,8 @@ from typing import Any
 from conf.children.containment import descendants_of, line_of
 from conf.children.keeper import MEMORY, Ended, receive
 from conf.children.running import ChildServer, ServerLost
+from conf.errors import OUTPUT_STARTS, safe_text
 from conf.files.own_folders import delete_folder, make_folder
-from conf.plain_text import OUTPUT_STARTS, safe_text
 from workers.devices import Slot
 from workers.devices.steadiness import TargetFollower
 from workers.settings import TrialSettings

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from conf.plain_text import OUTPUT_STARTS, error_line
+from conf.errors import OUTPUT_STARTS, error_line
 
 
 def traced(raising):
