@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, command
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import EXIT_INTERRUPTED, command, load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.plain_text import count_of

@@ -195,9 +195,9 @@ def pytest_collection_finish() -> None:
 def _compose_once() -> None:
     """Have Hydra compose the same defaults and choices once a process, and copy them for the next test: it takes 50 ms,
     and a thousand command lines of the tests compose the defaults of few commands."""
-    from conf.cli import overrides
+    from conf.cli import command_line
 
-    compose, composed = overrides._compose, dict[tuple[Any, ...], bytes]()
+    compose, composed = command_line._compose, dict[tuple[Any, ...], bytes]()
 
     def compose_or_copy(settings: type, choices: Sequence[str]) -> Any:
         key = settings, *choices
@@ -205,7 +205,7 @@ def _compose_once() -> None:
             composed[key] = pickle.dumps(compose(settings, choices))
         return pickle.loads(composed[key])
 
-    overrides._compose = compose_or_copy
+    command_line._compose = compose_or_copy
 
 
 # Where the code lies whose properties are tested on random values.

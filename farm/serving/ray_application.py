@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import load_settings
 from conf.cli.settings import flat
 from conf.errors import UsageError
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import load_settings
 from conf.files.identity import mapping_hash
 from conf.files.outputs import json_lines
 from farm.queue.jobs import Queue

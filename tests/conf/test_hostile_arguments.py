@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 import conf
+from conf.cli.command_line import load_config, plain_values
 from conf.cli.commands import COMMANDS, settings_class
-from conf.cli.overrides import load_config, plain_values
 from conf.cli.settings import documented_keys, flat, groups_of, kinds_of
 from tests.surroundings import run_module
 

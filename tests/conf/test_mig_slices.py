@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from conf.cli.command_line import load_config
 from conf.cli.commands import settings_class
-from conf.cli.overrides import load_config
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from learn.commands.estimate import described_device

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conf.cli.command_line import load_config, load_settings
 from conf.cli.commands import settings_class
-from conf.cli.overrides import load_config, load_settings
 from conf.cli.settings import Checked, Kind, key
 from conf.errors import UsageError, one_line, printable, shown, truncated
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import load_settings
 from conf.errors import UsageError
 from farm.submission.settings import SubmitSettings
 from featurize import families

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from conf.cli.command_line import load_config, load_settings
 from conf.cli.commands import settings_class
-from conf.cli.overrides import load_config, load_settings
 from farm.dispatch.monitoring import FarmMetrics, Pulse
 from farm.work import WorkSettings
 from warehouse.files.folder import DataFolder

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 import conf
+from conf.cli.command_line import load_config
 from conf.cli.commands import settings_class
-from conf.cli.overrides import load_config
 from conf.errors import UsageError
 from farm.sampling.forecast import Forecaster
 from farm.serving.bodies import device_at
