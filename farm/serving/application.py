@@ -67,7 +67,7 @@ from farm.serving.gate import (
 )
 from farm.serving.kubernetes import review as review_pod
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
+from farm.serving.traces import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder

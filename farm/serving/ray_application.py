@@ -21,8 +21,7 @@ from conf.errors import UsageError
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_pool import TraceLimits, TracePool
-from farm.serving.trace_store import RemoteQuestions, TraceStore
+from farm.serving.traces import RemoteQuestions, TraceLimits, TracePool, TraceStore
 from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"

@@ -25,8 +25,7 @@ from conf.errors import EnvironmentProblem
 from farm.serving.connections import GuardedServer, listen, url_of
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_pool import TraceLimits, TracePool
-from farm.serving.trace_store import TraceStore
+from farm.serving.traces import TraceLimits, TracePool, TraceStore
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import locked
 

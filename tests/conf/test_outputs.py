@@ -12,7 +12,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import checked_output, output_file, write_output
 from farm.queue.jobs import Queue
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_store import TraceStore
+from farm.serving.traces import TraceStore
 from warehouse.files.folder import DataFolder, FolderPlace
 
 

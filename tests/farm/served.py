@@ -68,7 +68,7 @@ class Served:
 
     def trace_servers(self) -> list[psutil.Process]:
         """The processes that traces are forked from."""
-        return self._children("farm.serving.trace_pool:prepare")
+        return self._children("farm.serving.traces:prepare")
 
     def _children(self, word: str) -> list[psutil.Process]:
         children = []

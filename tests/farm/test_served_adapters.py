@@ -12,7 +12,7 @@ import pytest
 
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
-from farm.serving.trace_pool import TraceLimits, _reply
+from farm.serving.traces import TraceLimits, _reply
 from learn import Estimate, estimate
 from tests.farm.served import SMALL_LLAMA
 

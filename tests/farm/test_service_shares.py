@@ -9,7 +9,7 @@ import pytest
 
 from farm.serving.gate import CALLER, Gate, Places, RequestLog, ServiceMetrics
 from farm.serving.settings import LimitSettings, ServeSettings
-from farm.serving.trace_store import DONE, TraceStore
+from farm.serving.traces import DONE, TraceStore
 
 SETTINGS = ServeSettings(limits=LimitSettings(queued=100, stored_mib=4), cache_s=60.0)
 

@@ -23,8 +23,7 @@ from farm.serving import application
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Caller, Problem
 from farm.serving.settings import ServeSettings
-from farm.serving.trace_pool import TraceLimits, TracePool, _reply
-from farm.serving.trace_store import QUEUED, QuestionRow, TraceStore
+from farm.serving.traces import QUEUED, QuestionRow, TraceLimits, TracePool, TraceStore, _reply
 from learn import JobProfile, estimate, estimate_many
 from learn.client import Refused
 from learn.job.training_job import load_factory
