@@ -21,8 +21,7 @@ from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.device_names import profiles_of
 from conf.errors import CommandError, print_lines
 from conf.files.identity import version_of
-from farm.submission.settings import DeviceKeys, device_choice
-from farm.submission.submitting import existing_folder
+from farm.submission.submitting import DeviceKeys, device_choice, existing_folder
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device, core_count

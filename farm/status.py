@@ -24,9 +24,8 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import error_line, one_line, print_lines, printable
 from conf.reports.blocks import Lead, print_blocks, table
-from farm.queue.jobs import existing_queue, queue_to_read
+from farm.queue.jobs import JobProgress, existing_queue, queue_to_read
 from farm.queue.leftovers import dispatcher_of
-from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

@@ -9,8 +9,14 @@ from farm.dispatch.monitoring import Service
 from farm.dispatch.working import follow_hint, work
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models
-from farm.submission.settings import SubmitSettings, require_gpus, require_optimizers
-from farm.submission.submitting import require_consent, submit, task_texts
+from farm.submission.submitting import (
+    SubmitSettings,
+    require_consent,
+    require_gpus,
+    require_optimizers,
+    submit,
+    task_texts,
+)
 from warehouse.files.folder import DataFolder
 from workers.devices import choose_device
 

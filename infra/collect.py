@@ -23,8 +23,7 @@ from conf.errors import CommandError, UsageError
 from conf.plain_text import count_of
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
-from farm.submission.settings import SubmitSettings, require_gpus
-from farm.submission.submitting import submit
+from farm.submission.submitting import SubmitSettings, require_gpus, submit
 from featurize.configs.dimensions import Choice, Range, Space, default_space, own_space
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names

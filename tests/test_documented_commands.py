@@ -99,8 +99,7 @@ def fill_place(place):
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
     data = DataFolder.resolve(place / "data").create()
     write_batch(data, make_configs(90, seed=4), source="measured", job="measured")
-    from farm.queue.jobs import Queue
-    from farm.queue.queue_values import Job
+    from farm.queue.jobs import Job, Queue
 
     with Queue.open(data.queue) as queue:
         about = {"space_json": "{}", "seed": 0, "policy": "uniform", "priority": 0, "device": "{}"}

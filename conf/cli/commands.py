@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 TABLE = {  # by the module that `python -m` runs
     "farm.submit": Command(
-        "farm.submission.settings:SubmitSettings",
+        "farm.submission.submitting:SubmitSettings",
         "Sample trial configurations, queue them, run them on every GPU, and land each run in the warehouse.",
     ),
     "farm.work": Command(

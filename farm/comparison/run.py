@@ -39,8 +39,7 @@ from farm.dispatch.monitoring import Service
 from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models
-from farm.submission.settings import SampledSettings, SubmitSettings
-from farm.submission.submitting import submit
+from farm.submission.submitting import SampledSettings, SubmitSettings, submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, device_from_mapping, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder, check_name

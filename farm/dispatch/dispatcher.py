@@ -25,13 +25,11 @@ from conf.errors import safe_text
 from conf.files.identity import identity
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
-from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
-from farm.dispatch.ray_executor import RayExecutor
+from farm.dispatch.ray_cluster import ClusterSettings, RayExecutor, gpu_problem
 from farm.dispatch.submitted_code import SubmittedCode
-from farm.queue.jobs import Queue
+from farm.queue.jobs import Queue, UnreadableTask, device_from_key
 from farm.queue.leftovers import SESSION_VARIABLE
 from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import is_passing

@@ -1,4 +1,4 @@
-"""The executor Protocol and its inline implementation; Ray's is in `ray_executor.py`.
+"""The executor Protocol and its inline implementation; Ray's is in `ray_cluster.py`.
 
 Start reading at `Executor`. An executor owns the workers; the dispatcher owns the queue and never sees Ray.
 """

@@ -1,12 +1,17 @@
-"""Where workers live: the `cluster` key of a command, a private Ray, the health of Ray's head, and a cluster's nodes.
+"""Ray's side of the farm: the `cluster` key, the health of Ray's head, the cluster's nodes, and one actor per GPU.
 
-Start reading at `ClusterSettings`, then at `HeadWatch`, which lets us exit before Ray aborts our process. Without its
-GCS, Ray's calls wait for a minute; then Ray aborts the calling process without a message of ours (checked on Ray 2.60:
-"Failed to connect to GCS within 60 seconds"). `NodeWatch` reports which nodes joined or left.
+Start reading at `ClusterSettings`, then at `RayExecutor`; `actor_class` has the body of an actor, which Ray pins and
+restarts. Results go through Ray's object store. Defaults that Ray has changed between versions are set explicitly.
+
+`HeadWatch` lets us exit before Ray aborts our process. Without its GCS, Ray's calls wait for a minute; then Ray aborts
+the calling process without a message of ours (checked on Ray 2.60: "Failed to connect to GCS within 60 seconds").
+`NodeWatch` reports which nodes joined or left.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import secrets
@@ -14,18 +19,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import psutil
 
 from conf.cli.command_line import EXIT_TEMPORARY
+from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, error_line
 from conf.files.identity import alive, identity
+from conf.files.own_folders import delete_folder
+from farm.dispatch.executors import Completion
+from farm.queue.leftovers import end_processes, make_ray_folder
+from workers.devices import DeviceChoice, make_device
+from workers.task import RunResult, Task
 from workers.telemetry.sampler import call_in_thread
 
 if TYPE_CHECKING:
@@ -306,3 +319,476 @@ class NodeWatch:
         departed = [node for key, node in self.nodes.items() if key not in present]
         self.nodes = present
         return joined, departed
+
+
+def actor_class() -> type:
+    """Return the actors' class. It is sent by value, and corrects the path before it imports our modules."""
+    put_last = searching_last(working_folder())
+
+    class RayWorker:
+        """Finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
+
+        def __init__(
+            self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
+        ) -> None:
+            put_last()
+            from workers.devices import DeviceChoice  # a global would be pickled by name, and imported too early
+            from workers.worker import Worker
+
+            name = f"ray-{slot_key}"
+            if slot_key is None:  # Ray has pinned this process: it sees only its GPUs
+                import ray
+
+                name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
+                choice = {**choice, "count": None}
+            self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers, gpus)
+
+        def ready(self) -> None:
+            """Start the trial server and wait until it is ready."""
+            self._worker.ready()
+
+        def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
+            return self._worker.run(task, upcoming)
+
+    return RayWorker
+
+
+_END_WITHIN_S = 5.0  # for Ray's processes after its shutdown
+_SHUTDOWN_S = 10.0  # for the shutdown of a Ray that has lost its head
+_READY_TRIES = 3  # failed starts of a trial server in a row that give up its worker
+
+
+@dataclass(eq=False)
+class _Seat:
+    """One actor with its node and state; an actor of several GPUs holds them in a placement group.
+
+    state     `unreached` is asked again at the next look: Ray needs seconds to declare a node dead
+    ref       result of ready() while it starts, of run() while it runs
+    task      the task that it runs
+    failures  failed starts in a row
+    """
+
+    name: str
+    actor: Any
+    node: RayNode
+    gpus: int
+    group: Any
+    state: Literal["unstarted", "starting", "unreached", "idle", "running"] = "unstarted"
+    ref: Any = None
+    task: Task | None = None
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A task that waits for as many GPUs of a node as it has ranks.
+
+    `asked`: the idle worker that was offered, empty if there was none. It takes no other task until then, so that
+    at most as many tasks wait as there are workers.
+    """
+
+    name: str
+    node: RayNode
+    task: Task
+    asked: str
+
+
+class RayExecutor:
+    """Ray actors, one per slot of every node. `address=None` starts a private Ray, on loopback only.
+
+    A node that joins gets actors; tasks on a node that leaves return as lost. Each actor is bound to its node, since
+    Ray cannot spread actors by CPUs or simulated GPUs.
+    """
+
+    def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
+        self._choice = choice
+        self._cluster = cluster
+        safe_path = {SAFE_PATH: os.environ[SAFE_PATH]} if SAFE_PATH in os.environ else {}
+        self._environment = {**safe_path, **environment}  # other nodes set their own safe path
+        self._seats: dict[str, _Seat] = {}  # worker -> its actor
+        self._notices: list[str] = []
+        self._was_ready = False  # whether any worker has ever been ready
+        self._module: ModuleType | None = None  # Ray, once it is imported
+        self._joined = cluster.address is not None
+        self._waiting: list[_Waiting] = []  # each node gathers GPUs for its first one
+        self._gpus: Counter[str] = Counter()  # node -> working GPUs: at first one for each worker
+        self._added = 0  # number of waiting tasks and replacement workers so far, for names
+        self._head: HeadWatch | None = None
+        self._folder: Path | None = None  # session folder of a private Ray
+        self._before: set[int] = set()  # child processes before Ray's
+        self._roots: list[psutil.Process] | None = None  # Ray's root processes, once it is up
+
+    def start(self) -> None:
+        if not self._joined:
+            os.environ.update(own_session_environment())  # Ray reads some of it on import
+        try:
+            import ray
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"cannot import ray ({error}): pip install 'gpufarm[farm]'; cluster=inline runs one worker without it"
+            ) from error
+
+        self._module = ray
+        pinned = self._choice.backend == "cuda"
+        self._actor_class = ray.remote(
+            num_cpus=0,  # an actor that holds a CPU starves a small machine
+            num_gpus=1 if pinned else 0,
+            max_restarts=-1,  # Ray restarts a killed actor; the queue decides which task to repeat
+            max_task_retries=0,
+        )(actor_class())
+        if self._joined:
+            self._join()
+        else:
+            self._start_own(pinned)
+        head = self._watched_head
+        head.started()
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._watch = NodeWatch(lambda: head.call(ray.nodes))
+        self._follow_nodes()
+        if not self._seats:
+            raise EnvironmentProblem(f"cluster.address={self._cluster.address}: the cluster has no GPU")
+        self._start_servers()
+
+    @property
+    def _ray(self) -> ModuleType:
+        assert self._module is not None, "start() comes first"
+        return self._module
+
+    @property
+    def _watched_head(self) -> HeadWatch:
+        assert self._head is not None, "start() comes first"
+        return self._head
+
+    def _join(self) -> None:
+        self._head = HeadWatch(JoinedHead(*self._cluster.place()))
+        try:
+            self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises many kinds
+            self._head.check()
+            raise self._cluster.nobody_answers(error) from error
+
+    def _start_own(self, pinned: bool) -> None:
+        ray = self._ray
+        slots = make_device(self._choice).slots()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid or "" for slot in slots)
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._folder = make_ray_folder()
+        self._head = HeadWatch(OwnHead(), self._end_own)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=os.cpu_count(),
+                num_gpus=len(slots) if pinned else 0,
+                include_dashboard=self._cluster.dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=self._cluster.object_store_mib * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=None if self._folder is None else str(self._folder),
+            )
+        except Exception as error:  # Ray raises many kinds
+            self._head.check_now()
+            raise EnvironmentProblem(
+                f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
+            ) from error
+        else:
+            self._note_roots()
+        finally:
+            if visible is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+    def _follow_nodes(self) -> list[Completion]:
+        """Start actors on nodes that joined, and report tasks on nodes that left as lost."""
+        joined, departed = self._watch.look()
+        if any(node.node_id == self._own_node for node in departed):
+            raise ClusterLost("the Ray node on this machine, which ties us to the cluster, has ended")
+        lost = [completion for node in departed for completion in self._drop_node(node)]
+        for node in joined:
+            count = self._add_node(node)
+            if self._was_ready:
+                self._notices.append(f"node {node.host} joined; {count} workers start there")
+        return lost
+
+    def _add_node(self, node: RayNode) -> int:
+        """Create a node's actors; return their number. `device.count` applies to each node."""
+        if self._choice.backend == "cuda":
+            keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
+        else:
+            keys = [str(slot.index) for slot in make_device(self._choice).slots()]
+        self._gpus[node.node_id] = len(keys)
+        for index, slot_key in enumerate(keys):
+            name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
+            self._add_worker(node, name, slot_key)
+        return len(keys)
+
+    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, gpus: int = 1) -> _Seat:
+        """Create an actor on a node; one of several `gpus` on those that Ray reserves for it together."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        group = None
+        if gpus == 1:
+            bound = self._actor_class.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+            )
+        else:
+            group = placement_group([{"GPU": gpus}], strategy="STRICT_PACK", _soft_target_node_id=node.node_id)
+            bound = self._actor_class.options(
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+        shares = max(1, self._gpus[node.node_id] // gpus)  # shares of the host's memory
+        actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
+        seat = self._seats[name] = _Seat(name, actor, node, gpus, group)
+        return seat
+
+    def _end_worker(self, seat: _Seat) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        del self._seats[seat.name]
+        self._ray.kill(seat.actor, no_restart=True)
+        if seat.group is not None:
+            remove_placement_group(seat.group)  # a joined cluster would keep its GPUs
+
+    def _in(self, state: str) -> list[_Seat]:
+        return [seat for seat in self._seats.values() if seat.state == state]
+
+    def _free(self, node: RayNode) -> int:
+        """Return the GPUs of a node that no worker has."""
+        return self._gpus[node.node_id] - sum(
+            seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id
+        )
+
+    def _offered(self) -> list[_Seat]:
+        """Return the idle workers that take a task, longest idle first."""
+        asked = {trial.asked for trial in self._waiting}
+        return [seat for seat in self._in("idle") if seat.name not in asked]
+
+    def _run(self, seat: _Seat, task: Task, upcoming: Task | None) -> None:
+        seat.state, seat.task = "running", task
+        seat.ref = seat.actor.run.remote(task, upcoming)
+
+    def _make_room(self, node: RayNode) -> None:
+        """Start the node's waiting tasks in turn: on a fitting idle worker, or a new one on the GPUs of idle ones.
+
+        Once none waits, each free GPU gets a worker.
+        """
+        for trial in [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
+            ranks = trial.task.config.ranks
+            here = [seat for seat in self._in("idle") if seat.node.node_id == node.node_id]
+            seat = next((seat for seat in here if seat.gpus == ranks), None)
+            if seat is None:
+                while here and self._free(node) < ranks:
+                    self._end_worker(here.pop(0))
+                if self._free(node) < ranks:
+                    return
+                seat = self._replace(node, ranks)
+            self._waiting.remove(trial)
+            self._run(seat, trial.task, None)
+        for _ in range(self._free(node)):
+            self._replace(node, 1)
+
+    def _replace(self, node: RayNode, gpus: int) -> _Seat:
+        """Start a worker on GPUs of workers that have ended."""
+        self._added += 1
+        return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
+
+    def _drop_unrunnable(self) -> list[Completion]:
+        """Return the waiting tasks whose node has lost GPUs as lost: they would wait forever."""
+        lost = [trial for trial in self._waiting if self._gpus[trial.node.node_id] < trial.task.config.ranks]
+        self._waiting = [trial for trial in self._waiting if trial not in lost]
+        for trial in lost:
+            self._make_room(trial.node)
+        return [
+            Completion(
+                worker=trial.name, task=trial.task, lost=f"its node has fewer than {trial.task.config.ranks} GPUs left"
+            )
+            for trial in lost
+        ]
+
+    def _drop_node(self, node: RayNode) -> list[Completion]:
+        gone = [seat for seat in self._seats.values() if seat.node.node_id == node.node_id]
+        lost = [
+            Completion(worker=seat.name, task=seat.task, lost=f"worker lost: node {node.host} left the cluster")
+            for seat in gone
+            if seat.task is not None
+        ]
+        for seat in gone:
+            self._end_worker(seat)
+        del self._gpus[node.node_id]
+        if gone:
+            remaining = "" if self._seats else "; no worker is left, waiting for a node to join"
+            self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{remaining}")
+        return lost
+
+    def idle(self) -> list[str]:
+        return [seat.name for seat in self._offered()]
+
+    def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
+        """Hand over a task as in the Protocol; another idle worker with as many GPUs as ranks may run it."""
+        gpus = task.config.ranks if self._choice.backend == "cuda" else 1
+        idle = sorted(self._offered(), key=lambda seat: seat.name != worker)  # the named worker first, if still there
+        fitting = next((seat for seat in idle if seat.gpus == gpus), None)
+        if fitting is not None:
+            self._run(fitting, task, upcoming)
+            return
+        near = next((seat.node for seat in idle if self._gpus[seat.node.node_id] >= gpus), None)
+        node = near or max(self._watch.nodes.values(), key=lambda node: self._gpus[node.node_id])
+        self._added += 1
+        asked = next((seat.name for seat in idle), "")
+        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, asked))
+        self._make_room(node)
+
+    def wait(self, timeout_s: float) -> list[Completion]:
+        self._watched_head.check()
+        completions = []
+        asked = {seat.ref: seat for seat in self._seats.values() if seat.ref is not None}
+        if asked:
+            finished, _ = self._ray.wait(list(asked), num_returns=1, timeout=timeout_s)
+            if finished:  # take everything else that is done by now
+                finished, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)
+            for ref in finished:
+                if asked[ref].task is None:
+                    self._take_ready(asked[ref])
+                else:
+                    completions.append(self._take_run(asked[ref]))
+        else:  # all remaining tasks wait for their next attempt
+            time.sleep(timeout_s)
+        if self._watch.due:
+            completions += self._follow_nodes()
+            for seat in self._in("unreached"):
+                self._await_ready(seat)
+        self._start_servers()
+        return completions + self._drop_unrunnable()
+
+    def running(self) -> Mapping[str, Task]:
+        held = {seat.name: seat.task for seat in self._seats.values() if seat.task is not None}
+        return held | {trial.name: trial.task for trial in self._waiting}
+
+    def waiting(self) -> Collection[str]:
+        return {trial.name for trial in self._waiting}
+
+    def most_gpus(self) -> int | None:
+        if self._choice.backend != "cuda":
+            return None
+        return max(self._gpus.values(), default=0) or None
+
+    def restart(self, worker: str) -> None:
+        self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails as for any lost worker
+
+    def notices(self) -> list[str]:
+        notices, self._notices = self._notices, []
+        return notices
+
+    def close(self) -> None:
+        if self._head is not None:
+            self._head.stop()
+        lost = self._head is not None and self._head.reason is not None
+        started = self._own_processes()
+        if lost:
+            end_processes(started)  # first: shutting down a broken Ray would wait for its dead parts
+        if self._module is not None and self._module.is_initialized():
+            self._shut_down(lost)
+        psutil.wait_procs(started, timeout=_END_WITHIN_S)
+        self._end_own(started)
+
+    def _shut_down(self, lost: bool) -> None:
+        if not lost:
+            for seat in list(self._seats.values()):
+                self._end_worker(seat)
+            self._ray.shutdown()
+            return
+        thread = threading.Thread(target=self._ray.shutdown, daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_S)
+
+    def _end_own(self, processes: Sequence[psutil.Process] | None = None) -> None:
+        """End the remaining processes of a private Ray, and delete its session folder."""
+        end_processes(self._own_processes() if processes is None else processes)
+        if self._folder is not None:
+            delete_folder(self._folder)
+            self._folder = None
+
+    def _own_processes(self) -> list[psutil.Process]:
+        """Return only the processes of a private Ray, with its actors and their trials."""
+        if self._folder is None:
+            return []
+        if self._roots is None:  # Ray is starting, and this process starts nothing else until then
+            return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
+        processes: dict[int, psutil.Process] = {}
+        for root in self._roots:
+            with contextlib.suppress(psutil.Error):
+                processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        return list(processes.values())
+
+    def _note_roots(self) -> None:
+        """Record Ray's root processes once it is up; processes that are started later are not Ray's."""
+        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
+
+    def _start_servers(self) -> None:
+        """Start a few servers at a time on each node, since importing torch takes a core for seconds."""
+        busy = Counter(seat.node.node_id for seat in self._in("starting"))
+        for seat in self._in("unstarted"):
+            if busy[seat.node.node_id] < max(1, seat.node.cpus // 2):
+                busy[seat.node.node_id] += 1
+                self._await_ready(seat)
+
+    def _await_ready(self, seat: _Seat) -> None:
+        seat.state, seat.ref = "starting", seat.actor.ready.remote()
+
+    def _take_ready(self, seat: _Seat) -> None:
+        import ray
+
+        ref, seat.ref = seat.ref, None
+        try:
+            ray.get(ref)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
+            seat.state = "unreached"  # its process, its node or the network is gone
+        except ray.exceptions.RayError as error:
+            self._watched_head.check()
+            seat.failures += 1
+            if seat.failures < _READY_TRIES:
+                self._await_ready(seat)
+                return
+            self._notices.append(f"{seat.name} does not start and is left out: {plain_error(error)}")
+            self._end_worker(seat)
+            if seat.gpus == 1:
+                self._gpus[seat.node.node_id] -= 1
+            else:  # one GPU may be broken: each gets a separate worker
+                for _ in range(seat.gpus):
+                    self._replace(seat.node, 1)
+            # Another node may still join a cluster that has worked.
+            if not self._gpus.total() and not (self._joined and self._was_ready):
+                raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
+        else:
+            seat.failures = 0
+            self._was_ready = True
+            self._set_idle(seat)
+
+    def _set_idle(self, seat: _Seat) -> None:
+        """Make a worker idle, behind those idle for longer; it may make room for a waiting task."""
+        seat.state = "idle"
+        self._seats[seat.name] = self._seats.pop(seat.name)
+        self._make_room(seat.node)
+
+    def _take_run(self, seat: _Seat) -> Completion:
+        import ray
+
+        ref, task, result, lost = seat.ref, seat.task, None, None
+        assert task is not None
+        seat.ref = seat.task = None
+        try:
+            result = ray.get(ref)
+        except ray.exceptions.RayTaskError as error:  # a bug of ours must cost one task, not the job
+            lost = f"worker failed: {error}"
+        except ray.exceptions.RayError as error:  # the process is gone; Ray restarts it unless the node is gone
+            self._await_ready(seat)
+            return Completion(worker=seat.name, task=task, lost=f"worker lost: {plain_error(error)}")
+        except Exception as error:  # an unreadable result fails its task only
+            lost = f"worker's answer cannot be read: {error!r}"
+        self._set_idle(seat)
+        return Completion(worker=seat.name, task=task, result=result, lost=lost)

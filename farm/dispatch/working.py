@@ -24,9 +24,8 @@ from conf.errors import UsageError, error_line, one_line, print_lines
 from farm.dispatch.dispatcher import Dispatcher, StopRequest, make_executor
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, lost_words
-from farm.queue.jobs import Queue
+from farm.queue.jobs import Job, Queue, device_from_key, settings_of_text
 from farm.queue.leftovers import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
-from farm.queue.queue_values import Job, device_from_key, settings_of_text
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import STATUSES, Run
 from workers.task import run_id_of

@@ -25,8 +25,7 @@ from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.submitted_code import record_submitted
 from farm.nights.journal import ChoicePayload, Cycle, PairsPayload, RunPayload
 from farm.nights.settings import GrowSettings
-from farm.queue.jobs import Queue
-from farm.queue.queue_values import MIXED_FAMILY, Job, device_key, text_of_settings, text_of_task
+from farm.queue.jobs import MIXED_FAMILY, Job, Queue, device_key, text_of_settings, text_of_task
 from farm.sampling.coverage import Known, known_runs, thin
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
@@ -38,7 +37,7 @@ from farm.sampling.selection import (
     choose,
     merge_pools,
 )
-from farm.submission.settings import spec_of
+from farm.submission.submitting import spec_of
 from featurize.configs.dimensions import Space
 from featurize.configs.trial import (
     TrialConfig,

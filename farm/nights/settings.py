@@ -10,7 +10,7 @@ from conf.cli.settings import Checked, key, section
 from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.selection import POLICIES
-from farm.submission.settings import TrialsSettings
+from farm.submission.submitting import TrialsSettings
 from featurize.configs.dimensions import Space, default_space
 from featurize.configs.space import parse_space, require_within_limits
 from featurize.families import family_names, key_rules

@@ -1,4 +1,4 @@
 """Submissions: their settings, and the checks before anything is queued.
 
-Start reading at `settings`. Called by `farm.submit`, `farm.grow` and comparisons; it calls sampling and dispatch.
+Start reading at `submitting`. Called by `farm.submit`, `farm.grow` and comparisons; it calls sampling and dispatch.
 """

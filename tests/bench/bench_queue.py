@@ -9,8 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from farm.queue.jobs import Queue
-from farm.queue.queue_values import Job, device_key, text_of_settings, text_of_task
+from farm.queue.jobs import Job, Queue, device_key, text_of_settings, text_of_task
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

@@ -18,9 +18,8 @@ from pathlib import Path
 from conf.cli.command_line import load_settings
 from conf.files.identity import mapping_hash
 from conf.files.outputs import json_lines
-from farm.queue.jobs import Queue
-from farm.queue.queue_values import Job, device_key
-from farm.submission.settings import SubmitSettings
+from farm.queue.jobs import Job, Queue, device_key
+from farm.submission.submitting import SubmitSettings
 from featurize.configs.draws import NO_LIMITS, Limits, sample
 from featurize.configs.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device

@@ -13,9 +13,9 @@ from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.nights.journal import Journal
-from farm.queue.jobs import Queue
-from farm.queue.queue_values import (
+from farm.queue.jobs import (
     Job,
+    Queue,
     UnreadableTask,
     device_key,
     text_of_settings,

@@ -13,8 +13,8 @@ from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile, run_job
+from farm.queue.jobs import Job, text_of_settings
 from farm.queue.leftovers import hold_dispatcher_lock
-from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from tests.trials import mlp
 from tests.warehouse.warehouse_rows import ask

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-import farm.dispatch.ray_executor
+import farm.dispatch.ray_cluster
 from conf.errors import UsageError
 from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.submission.settings import require_gpus, with_layouts
+from farm.submission.submitting import require_gpus, with_layouts
 from featurize.configs.dimensions import own_space
 from tests.surroundings import await_
 from tests.trials import mlp, task
@@ -30,7 +30,7 @@ def require_simulated(layout, refusal):
 def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monkeypatch):
     require_simulated("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one")
     require_simulated("ddp=2,zero=2", "parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it")
-    monkeypatch.setattr("farm.submission.settings.make_device", lambda choice: FakeGpus())
+    monkeypatch.setattr("farm.submission.submitting.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
     require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
@@ -86,8 +86,8 @@ def died(tmp_path_factory):
 @pytest.fixture(scope="module")
 def executor(died, module_patch):
     """One Ray for several tests, which starts for seconds."""
-    module_patch.setattr(farm.dispatch.ray_executor, "make_device", lambda choice: FakeGpus())
-    module_patch.setattr(farm.dispatch.ray_executor, "actor_class", lambda: fake_actor(died))
+    module_patch.setattr(farm.dispatch.ray_cluster, "make_device", lambda choice: FakeGpus())
+    module_patch.setattr(farm.dispatch.ray_cluster, "actor_class", lambda: fake_actor(died))
     module_patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     executor = make_executor(CUDA, ClusterSettings(kind="ray"))
     with contextlib.closing(executor):

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Queue
+from farm.queue.jobs import Counts, Job, Queue, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
 from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import Counts, Job, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
 from tests.surroundings import execute_sql
 from tests.trials import mlp
 from workers.devices import DeviceChoice

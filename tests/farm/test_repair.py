@@ -17,9 +17,8 @@ from test_dispatch import submit, submit_texts, text_of_mlp, work
 from farm.dispatch import working
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
-from farm.queue.jobs import Queue
+from farm.queue.jobs import MIXED_FAMILY, Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
-from farm.queue.queue_values import MIXED_FAMILY
 from farm.queue.repair import repair
 from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable

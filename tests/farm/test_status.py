@@ -7,8 +7,8 @@ import pytest
 
 from conf.files.identity import canonical_json
 from farm import status
+from farm.queue.jobs import Job
 from farm.queue.leftovers import hold_dispatcher_lock
-from farm.queue.queue_values import Job
 from featurize.configs.space import parse_space
 from tests.surroundings import execute_sql
 

@@ -145,6 +145,6 @@ BAD = {
 
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, refused, monkeypatch):
-    monkeypatch.setattr("farm.submission.settings.version_of", lambda package: None)  # no optimizer's package is here
+    monkeypatch.setattr("farm.submission.submitting.version_of", lambda package: None)  # no optimizer's package is here
     assert BAD[arguments] in refused(*submission(data, *arguments.split()))
     assert not data.exists(), "nothing half-written"

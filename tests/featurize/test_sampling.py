@@ -10,7 +10,7 @@ import pytest
 
 from conf.cli.command_line import load_settings
 from conf.errors import UsageError
-from farm.submission.settings import SubmitSettings
+from farm.submission.submitting import SubmitSettings
 from featurize import families
 from featurize.configs.dimensions import default_space
 from featurize.configs.draws import Limits, sample, sample_range

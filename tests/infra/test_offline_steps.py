@@ -15,8 +15,7 @@ import duckdb
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Queue
-from farm.queue.queue_values import Job
+from farm.queue.jobs import Job, Queue
 from infra.offline import results, steps
 from infra.offline.steps import STEPS, CallStop
 from tests.surroundings import PATIENCE_S, run_command
