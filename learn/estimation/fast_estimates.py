@@ -29,8 +29,7 @@ from featurize.job.training_settings import FITTED_OPTIMIZERS, TrialConfig
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
-from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
-from learn.estimators.trees import Trees
+from learn.estimators.trees import FeatureTable, TabularEstimator, Trees, case_columns
 from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import PIPELINE, RESIDENT, Case, loop_of_source
 from learn.rows.data import get_target

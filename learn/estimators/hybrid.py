@@ -27,6 +27,8 @@ from learn.estimators.protocol import (
     HeldShare,
     ResidualPrediction,
     conformal_score,
+    cross_fit,
+    group_folds,
     group_score,
     held_of,
     records_of,
@@ -34,7 +36,6 @@ from learn.estimators.protocol import (
     too_few_for,
     traced_rows,
 )
-from learn.estimators.tabular import cross_fit, group_folds
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of

@@ -140,17 +140,41 @@ def bound_shares() -> BoundShares:
     )
 
 
+def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
+    """Return the fold of each row, (n,) int in 0..folds-1: whole groups, dealt at random, with even numbers of rows."""
+    names, member, sizes = np.unique(np.asarray(groups).astype(str), return_inverse=True, return_counts=True)
+    folds = min(folds, len(names))
+    if folds < 2:
+        raise UsageError("all rows are near-copies of one configuration: nothing can be held out to judge by")
+    shuffled = np.random.default_rng(seed).permutation(len(names))
+    order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]  # largest first, each to the emptiest fold
+    load = np.zeros(folds, dtype=int)
+    fold_of = np.empty(len(names), dtype=int)
+    for group in order:
+        fold_of[group] = np.argmin(load)
+        load[fold_of[group]] += sizes[group]
+    return fold_of[member]
+
+
+def cross_fit(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return (n,) figures, each from a fit without the row's fold: `answers` fits inside a mask and answers outside."""
+    figures = np.empty(len(fold))
+    for k in range(fold.max() + 1):
+        figures[fold == k] = answers(fold != k)
+    return figures
+
+
 ESTIMATORS: dict[str, str] = {
     "deepspeed": "learn.peers.formulas:DeepSpeed",
     "dnnmem": "learn.peers.dnnmem:DNNMem",
     "faketensor": "learn.peers.faketensor:FakeTensor",
-    "forest": "learn.estimators.tabular:SchedTune",
+    "forest": "learn.estimators.trees:SchedTune",
     "gnn": "learn.peers.gnn:GNNEstimator",
     "gpumemnet_mlp": "learn.peers.gpumemnet:GPUMemNetMLP",
     "gpumemnet_transformer": "learn.peers.gpumemnet:GPUMemNetTransformer",
     "horus": "learn.peers.formulas:Horus",
     "hybrid": "learn.estimators.hybrid:HybridEstimator",
-    "lightgbm": "learn.estimators.tabular:LightGBMEstimator",
+    "lightgbm": "learn.estimators.trees:LightGBMEstimator",
     "llmem": "learn.peers.formulas:LLMem",
     "trace": "learn.peers.base:Trace",
     "xmem": "learn.peers.xmem:XMem",

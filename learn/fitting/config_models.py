@@ -21,7 +21,7 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.job.training_settings import FITTED_OPTIMIZERS, PRECISIONS
 from learn.estimators.protocol import LEVEL, Estimator, conformal_score, records_of
-from learn.estimators.tabular import LightGBMEstimator
+from learn.estimators.trees import LightGBMEstimator
 from learn.fitting.artifacts import BOUND, meta_of_fit
 from learn.job.training_job import Case
 from learn.judging.evaluate import hold_out

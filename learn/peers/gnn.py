@@ -26,13 +26,13 @@ from learn.estimators.protocol import (
     LEVEL,
     Estimator,
     ResidualPrediction,
+    group_folds,
     records_of,
     require_rows,
     to_space,
     too_few_for,
     traced_rows,
 )
-from learn.estimators.tabular import group_folds
 from learn.job.training_job import Case
 from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import Rows

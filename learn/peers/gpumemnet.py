@@ -42,11 +42,12 @@ from learn.estimators.protocol import (
     Prediction,
     class_masses,
     conformal_score,
+    group_folds,
     require_rows,
     require_target,
     too_few_for,
 )
-from learn.estimators.tabular import group_folds, why_not
+from learn.estimators.trees import why_not
 from learn.job.training_job import Case
 from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_best, with_arrays
 from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins

@@ -9,7 +9,7 @@ import torch
 
 from conf.errors import UsageError
 from featurize.families import mlp
-from learn.estimators import tabular
+from learn.estimators import trees
 from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Prediction, get_estimator, make_estimator
 from learn.peers import gnn
 from learn.rows import step_store
@@ -73,7 +73,7 @@ def few_members(module_patch):
     train = gnn.train
     for name in ("gpumemnet_mlp", "gpumemnet_transformer"):
         module_patch.setattr(get_estimator(name), "members", 2)
-    module_patch.setattr(tabular, "TREES", 20)
+    module_patch.setattr(trees, "TREES", 20)
     module_patch.setattr(gnn, "train", lambda *values, epochs: train(*values, epochs=6))
 
 

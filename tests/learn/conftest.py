@@ -6,15 +6,15 @@ import functools
 
 import pytest
 
-from learn.estimators import hybrid, protocol, tabular
+from learn.estimators import hybrid, protocol, trees
 from learn.rows import step_store
 from tests.learn.script_server import prepared_runner, script_server
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_trees(module_patch):
-    module_patch.setattr(tabular.LightGBMEstimator, "rounds", 30)
-    for module in (tabular, hybrid):
+    module_patch.setattr(trees.LightGBMEstimator, "rounds", 30)
+    for module in (trees, hybrid):
         module_patch.setattr(module, "FOLDS", 2)
     for name in ("_MEMORY", "_OTHERS"):
         module_patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=25))

@@ -13,7 +13,7 @@ import pytest
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.estimators import protocol as estimators
-from learn.estimators.tabular import LightGBMEstimator
+from learn.estimators.trees import LightGBMEstimator
 from learn.judging import benchmark_view
 from learn.judging.scores import sample
 from learn.rows.data import load_rows

@@ -7,8 +7,7 @@ import pytest
 
 from conf.errors import UsageError
 from learn import FitSettings, fit
-from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
-from learn.estimators.tabular import group_folds
+from learn.estimators.protocol import ResidualPrediction, conformal_rank, group_folds, too_few_for
 from learn.job.training_job import of_configs
 from learn.judging.evaluate import metrics_of, parts_of
 from learn.judging.report import metric_rows

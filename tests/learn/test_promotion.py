@@ -210,11 +210,11 @@ def test_a_refit_is_of_its_snapshot_and_of_its_gpu_model(fitted):
 
 
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
-    from learn.estimators import tabular
+    from learn.estimators import trees
 
     data, _ = fitted
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
-    predict = tabular.TabularEstimator.predict
+    predict = trees.TabularEstimator.predict
 
     def forgetful(self, cases, steps=None):
         """Has no answer for large batches, once it was fitted on more than the 90 rows."""
@@ -222,7 +222,7 @@ def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitt
         large = {i: "too large" for i, case in enumerate(cases) if case.config.batch_size > 64}
         return answer if len(self._residuals) == 90 else replace(answer, refusals=large)
 
-    monkeypatch.setattr(tabular.TabularEstimator, "predict", forgetful)
+    monkeypatch.setattr(trees.TabularEstimator, "predict", forgetful)
     found = night(data, 1, "smact")
     assert found.decision == "kept" and "has no answer for" in found.why and "too large" in found.why
 
