@@ -89,7 +89,6 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from featurize.job.training_settings import EAGER
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
     from featurize.timing.times import packaged_hosts
-    from learn.estimators.kernel_fitting import TimeFit
     from learn.fitting.constants_fit import (
         ActivityFit,
         fit_hosts,
@@ -98,8 +97,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
         judge_activity,
         power_rows,
     )
+    from learn.fitting.kernel_fit import LEAST_ROWS, WEIGHTS, TimeFit, measured_activity, measured_rows
     from learn.fitting.kernel_formulas import efficiencies_of, judge
-    from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
     fit = TimeFit(rows, WEIGHTS)

@@ -21,15 +21,14 @@ from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.commands.benchmark_rows import BenchmarkSettings, Tally, ask_learned, asked_rows
 from learn.estimation.estimating import estimate
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS
+from learn.fitting.kernel_fit import FARM, WEIGHTS, MeasuredTime, TimeFit, measured_rows, query_rows
 from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
     subsets,
 )
-from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows, query_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
 from learn.judging.evaluate import TEST_TENTHS, Part, held_out_by
 from learn.judging.scores import Asked, Benchmark, Given, judge, median

@@ -9,13 +9,12 @@ under eager PyTorch; the spread of machines is fitted to Megatron's own tests.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -44,19 +43,24 @@ from featurize.timing.calls import Calls, kernel_calls
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.timing.step_time import LearnedEfficiencies, overlap_times, timed_kernels
 from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
-from learn.estimators.kernel_fitting import (
+from learn.fitting.kernel_fit import (
     Descent,
+    MeasuredActivity,
+    Progress,
+    RowLeftOut,
     Values,
     descend,
+    describe_gpu,
     join_columns,
     of_rows,
     overlapped_ms,
+    query_rows,
+    read_each,
     robust,
     row_of_kernels,
     weights_by,
 )
 from learn.fitting.kernel_formulas import score_of
-from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, describe_gpu, query_rows, read_each
 from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
 from learn.judging.evaluate import held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, scores_of_errors
@@ -93,7 +97,6 @@ _MEASURED = (
     "FROM limits GROUP BY device_name, model, dataset, batch_size, optimizer "
     "ORDER BY device_name, model, dataset, batch_size, optimizer"
 )
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ def fit_power(
     """
     devices = np.array([row.device.name for row in rows])
     if len(np.unique(devices)) < 2:
-        return dataclasses.asdict(load_power()), []
+        return asdict(load_power()), []
     fit = _PowerFit(rows, learned)
     splits = {
         "GPU models left out": held_out_by(devices),
@@ -318,8 +321,13 @@ class ActivityFit:
             off = robust(smact - self._smact, _SMACT_TOLERANCE)
             return off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
 
+        begin = {
+            "most_warps": torch.log(of_rows(unit_class.most_warps for unit_class in CLASSES.values())),
+            "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
+            **_tensors(_BEGIN_OF_ACTIVITY),
+        }
         weights = weights_by(self.family, of, power=1.0)
-        values = descend(_begin(), losses, weights, replace(_DESCENT_OF_ACTIVITY, iterations=iterations))
+        values = descend(begin, losses, weights, replace(_DESCENT_OF_ACTIVITY, iterations=iterations))
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
     def errors(self, learned: ActivityParameters, training_share: float) -> np.ndarray:
@@ -341,9 +349,7 @@ class ActivityFit:
         )
 
 
-def judge_activity(
-    fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
-) -> tuple[list[RowScores], ActivityParameters]:
+def judge_activity(fit: ActivityFit, folds: int, progress: Progress) -> tuple[list[RowScores], ActivityParameters]:
     """Return the scores of each family, and the parameters fitted on all rows.
 
     Args:
@@ -351,9 +357,12 @@ def judge_activity(
         folds: Parts of the groups that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
-    splits = {"groups left out": held_out_by(np.array([row.group for row in fit.rows]), folds)}
     learned, errors = judged_by_splits(
-        fit.fitted, lambda learned: fit.errors(*learned), splits, progress, "fitting activity"
+        fit.fitted,
+        lambda learned: fit.errors(*learned),
+        {"groups left out": held_out_by(np.array([row.group for row in fit.rows]), folds)},
+        progress,
+        "fitting activity",
     )
     scores = [
         scores_of_errors(
@@ -363,14 +372,6 @@ def judge_activity(
         for split, off in errors.items()
     ]
     return scores, learned[0]
-
-
-def _begin() -> dict[str, torch.Tensor]:
-    by_class = {
-        "most_warps": torch.log(of_rows(unit_class.most_warps for unit_class in CLASSES.values())),
-        "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
-    }
-    return by_class | _tensors(_BEGIN_OF_ACTIVITY)
 
 
 def _parameters(values: Values, convert: Callable[..., Any]) -> ActivityParameters:
@@ -423,8 +424,10 @@ def fit_hosts(
         hosts: The packaged constants, returned where the folder has no rows.
     """
     fitted, scores = dict(hosts), []
-    machines = _machines(data)
-    if machines is not None:
+    ((degrees, squares),) = query_rows(data, _TESTED)
+    if degrees >= _LEAST:
+        # The factor that 9 of 10 machines stay below, relative to the mean one.
+        machines = round(math.exp(NormalDist().inv_cdf(0.9) * math.sqrt(squares / degrees)), 4)
         fitted = {name: replace(host, machines=machines) for name, host in fitted.items()}
     megatron, left_out = _megatron_times(data, learned)
     for name, split, rows, times in (
@@ -436,14 +439,6 @@ def fit_hosts(
             fitted[name] = replace(fitted[name], factor=factor)
             scores.append(score_of(split, rows, errors[split]))
     return fitted, [score for score in scores if score.count], left_out
-
-
-def _machines(data: str | os.PathLike[str] | None) -> float | None:
-    """Return the factor that 9 of 10 machines stay below, relative to the mean one; None for too few rows."""
-    ((degrees, squares),) = query_rows(data, _TESTED)
-    if degrees < _LEAST:
-        return None
-    return round(math.exp(NormalDist().inv_cdf(0.9) * math.sqrt(squares / degrees)), 4)
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
@@ -536,11 +531,6 @@ class MeasuredAllReduce:
     nbytes: int
     seconds: float
 
-    def log_ratio(self, fitted: LinkConstants) -> float:
-        """Return the logarithm of estimated over measured time."""
-        fabric = fabric_of_axis(self.device, Parallel(ddp=self.ranks), self.ranks, 1, fitted=fitted)
-        return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
-
 
 def fit_links(
     data: str | os.PathLike[str] | None,
@@ -593,13 +583,16 @@ def _read_measured(device_name: str | None, dims: str, dtype: str, duration_us: 
 
 
 def _log_ratios(rows: Sequence[MeasuredAllReduce], constants: LinkConstants) -> np.ndarray:
-    return np.array([row.log_ratio(constants) for row in rows])
+    """Return the logarithm of estimated over measured time of each row."""
+    fabrics = [fabric_of_axis(row.device, Parallel(ddp=row.ranks), row.ranks, 1, fitted=constants) for row in rows]
+    times_s = [collective_s(ALL_REDUCE, row.nbytes, fabric) for row, fabric in zip(rows, fabrics, strict=True)]
+    return np.array([math.log(time_s / row.seconds) for row, time_s in zip(rows, times_s, strict=True)])
 
 
 def _fit(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
     from scipy.optimize import minimize
 
-    packaged = dataclasses.asdict(packaged_links())
+    packaged = asdict(packaged_links())
 
     def constants(logs: np.ndarray) -> LinkConstants:
         values = {name: value * math.exp(log) for (name, value), log in zip(packaged.items(), logs, strict=True)}
@@ -613,4 +606,4 @@ def _fit(rows: Sequence[MeasuredAllReduce]) -> LinkConstants:
     corners = np.vstack([begin, -_FIRST_STEP * np.eye(len(begin))])
     options = {"maxiter": _ITERATIONS, "initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-5}
     best = constants(minimize(error, begin, method="Nelder-Mead", options=options).x)
-    return LinkConstants(**{name: float(f"{value:.4g}") for name, value in dataclasses.asdict(best).items()})
+    return LinkConstants(**{name: float(f"{value:.4g}") for name, value in asdict(best).items()})

@@ -23,7 +23,7 @@ from featurize.timing.activity import ActivityParameters
 from featurize.timing.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS, PRODUCT, STREAM, Calls
 from featurize.timing.step_time import LearnedEfficiencies, load_efficiencies
 from featurize.timing.times import clock_ghz
-from learn.estimators.kernel_fitting import (
+from learn.fitting.kernel_fit import (
     ALONE,
     INSTRUMENT_MS,
     KERNELS,
@@ -31,6 +31,7 @@ from learn.estimators.kernel_fitting import (
     Descent,
     FittedTimes,
     MeasuredTime,
+    Progress,
     TimeFit,
     Values,
     descend,
@@ -388,7 +389,7 @@ _DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
-def judge(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
+def judge(fit: TimeFit, folds: int, progress: Progress) -> tuple[list[RowScores], np.ndarray]:
     """Return the scores of each split, and the logarithm of estimated over measured time of rows in left-out families.
 
     Args:
@@ -396,7 +397,12 @@ def judge(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -
         folds: Parts of the families that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
-    _, ratios = judged_by_splits(fit.fitted, fit.log_ratios, _splits(fit, folds), progress)
+    splits = {"families left out": held_out_by(labels_by(fit, "family"), folds)}
+    for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
+        labels = labels_by(fit, by)
+        if len(np.unique(labels[fit.steps])) > 1:
+            splits[title] = held_out_by(labels)
+    _, ratios = judged_by_splits(fit.fitted, fit.log_ratios, splits, progress)
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [
@@ -431,25 +437,16 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
     return {"device": fit.devices, "family": fit.groups, "source": np.where(fit.steps, fit.sources, KERNELS)}[by]
 
 
-def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
-    """Return, by split, the masks of the rows to leave out in turn."""
-    splits = {"families left out": held_out_by(labels_by(fit, "family"), folds)}
-    for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
-        labels = labels_by(fit, by)
-        if len(np.unique(labels[fit.steps])) > 1:
-            splits[title] = held_out_by(labels)
-    return splits
-
-
 def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the name of each set of rows that is judged together, with its mask."""
     steps = fit.steps
+    long_rows = np.array([(row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any() for row in fit.rows])
     for source in np.unique(fit.sources):
         yield str(source), fit.sources == source
     for name, mask in (
         ("products, convolutions", np.isin(fit.groups, _TILED_OPERATORS)),
         ("depthwise networks", steps & np.array([_is_depthwise(row) for row in fit.rows])),
-        (f"{_LONG_TOKENS:,} tokens and more", steps & np.array([_is_long(row) for row in fit.rows])),
+        (f"{_LONG_TOKENS:,} tokens and more", steps & long_rows),
     ):
         if mask.any():
             yield name, mask
@@ -462,10 +459,6 @@ def _is_depthwise(row: MeasuredTime) -> bool:
     depthwise = float(calls.count[calls.within(DEPTHWISE)].sum())
     convolutions = float(calls.count[calls.within(DEPTHWISE, CONVOLUTION, GROUPED)].sum())
     return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * convolutions
-
-
-def _is_long(row: MeasuredTime) -> bool:
-    return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
 def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:

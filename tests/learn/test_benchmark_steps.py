@@ -9,8 +9,8 @@ import pytest
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands import benchmark_steps
-from learn.estimators.kernel_fitting import TimeFit
-from learn.fitting import kernel_rows
+from learn.fitting import kernel_fit
+from learn.fitting.kernel_fit import TimeFit
 from learn.fitting.published_jobs import mpt_config
 from tests.learn.learn_rows import LLM_FOUNDRY, MOSTLY_MLPS, import_llm_foundry, make_configs, write_batch
 
@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def traced_once(folder, module_patch):
     """Every benchmark of `folder` finds the steps that the first one has traced."""
-    measured_times = kernel_rows.measured_times
+    measured_times = kernel_fit.measured_times
     of_folder = cache(lambda: measured_times(folder, lambda *_: None))
 
     def traced(data, *how):
         return of_folder() if data == str(folder) else measured_times(data, *how)
 
-    module_patch.setattr(kernel_rows, "measured_times", traced)
+    module_patch.setattr(kernel_fit, "measured_times", traced)
 
 
 def asked(folder, progress=lambda done, of: None, **settings):

@@ -18,12 +18,19 @@ from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s
 from featurize.timing.step_time import efficiencies_text, load_efficiencies, overlap_times, read_efficiencies, time_step
 from featurize.timing.times import HostTime, clock_ghz
 from featurize.trace.tracer import trace_config
-from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting import constants_fit, kernel_rows
+from learn.fitting import constants_fit, kernel_fit
 from learn.fitting.constants_fit import ActivityFit, fit_hosts, fit_links
+from learn.fitting.kernel_fit import (
+    KERNELS,
+    MeasuredActivity,
+    MeasuredTime,
+    TimeFit,
+    kernel_times,
+    measured_activity,
+    measured_times,
+)
 from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind, wave_scaling
-from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
 from tests.learn.learn_rows import MOSTLY_MLPS, import_csv, import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import KERNEL_TABLES
@@ -109,7 +116,7 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
 
 def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=10))
-    monkeypatch.setattr(kernel_rows, "LEAST_ROWS", 9)
+    monkeypatch.setattr(kernel_fit, "LEAST_ROWS", 9)
     settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
     fitted = fit_kernels(settings, silent)
     learned = read_efficiencies(json.loads(settings.path.read_text(encoding="utf-8")))

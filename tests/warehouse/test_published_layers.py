@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from learn.estimators.kernel_fitting import LIGER, SAILOR
-from learn.fitting.kernel_rows import kernel_times
+from learn.fitting.kernel_fit import LIGER, SAILOR, kernel_times
 from learn.fitting.published_jobs import layer_calls
 from tests.warehouse.warehouse_rows import ask, csv_file, take_in
 
