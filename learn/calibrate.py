@@ -33,7 +33,7 @@ from featurize.device.device_spec import (
     plain_device,
 )
 from learn.commands.estimate import described_device
-from learn.estimation.platforms import profile_path
+from learn.estimation.requests import profile_path
 from learn.job.training_job import TrainingJob, of_config
 from warehouse.files.folder import DataFolder
 

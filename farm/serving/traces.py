@@ -502,7 +502,7 @@ def _answer(kind: str, job: Mapping[str, Any], options: Mapping[str, Any], limit
     """Return the answer of `learn` to the fields of a `farm.serving.bodies.ClientQuestion`."""
     from learn.estimation.estimating import devices_that_fit, estimate, largest_batch
     from learn.estimation.notes import INFO, Note
-    from learn.job.inputs import model_inputs
+    from learn.job.training_job import model_inputs
     from learn.planning.plans import plan
 
     options = {**options, "data": limits.data}

@@ -63,7 +63,7 @@ from infra.offline.estimated_runs import (
 from infra.offline.results import DATA, LOG, PROBES, outcomes_of, unfinished_tests
 from learn.calibrate import calibrate, measured_in_csv
 from learn.commands.sharing import memory_errors
-from learn.estimation.platforms import machine_for
+from learn.estimation.requests import machine_for
 from learn.judging.benchmark_view import error_text
 from learn.rows.data import MIN_ROWS
 from learn.sharing.slowdowns import measured_groups, packaged_slowdowns

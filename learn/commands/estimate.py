@@ -65,8 +65,7 @@ from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
-from learn.job.inputs import DEFAULT_DTYPE, model_batches, model_inputs
-from learn.job.training_job import LOOPS, load_factory, name_of
+from learn.job.training_job import DEFAULT_DTYPE, LOOPS, load_factory, model_batches, model_inputs, name_of
 
 if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs

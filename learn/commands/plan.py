@@ -18,9 +18,9 @@ from conf.errors import UsageError
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec
 from learn.commands.estimate import SETTINGS, ModelKeys, described_device, open_data
 from learn.estimators.protocol import LEVEL
-from learn.job.inputs import model_inputs
 from learn.job.training_job import (
     load_factory,
+    model_inputs,
 )
 
 _SHARED = ("allocator", "loop", "machine", "workspaces", "torch_version", "coverage", "data", "input_dtype")

@@ -23,12 +23,13 @@ from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names, 
 from featurize.job.training_settings import TrainingKeywords
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import RUNS, leaves_out
-from learn.estimation.platforms import Platform, platform_of
 from learn.estimation.requests import (
+    Platform,
     PlatformKeywords,
     RequestKeywords,
     StepFiles,
     platform_and_options,
+    platform_of,
     refuse_of_one_estimate,
     request_of,
     require_same,

@@ -51,7 +51,7 @@ from learn.job.training_job import PIPELINE
 if TYPE_CHECKING:
     from featurize.timing.step_time import TimedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.estimation.platforms import Platform
+    from learn.estimation.requests import Platform
     from learn.job.training_job import TrainingJob
 
 

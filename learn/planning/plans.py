@@ -1,28 +1,36 @@
 """The call `learn.plan`: a job's layouts on several GPUs, whether they fit, and their step times.
 
-Start reading at `plan`; `learn.planning.search` decides which micro-batches are traced.
+Start reading at `plan`; `LayoutSearch.rows` decides which micro-batches of a layout are traced. `Screening.traces`
+extrapolates the trace of a model whose blocks repeat from those of two shallow copies; `featurize.recording.deeper`
+repeats a block's part.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, require_one_of, shown
+from conf.errors import CommandError, UsageError, first_line, require_one_of, shown
 from conf.files.outputs import checked_output
 from conf.plain_text import count_of
 from conf.reports.blocks import write_page
 from featurize.configs.trial import TrialConfig
+from featurize.job.layout import Parallel
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
+from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import Request, request_of
 from learn.estimators.protocol import LEVEL
+from learn.job.traced import trace_of
+from learn.job.training_job import as_a_training_script
 from learn.planning.meshes import (
     check_gpus,
     in_search_order,
@@ -30,16 +38,20 @@ from learn.planning.meshes import (
     mesh_text,
     meshes_of,
     modes_of,
+    ranks_within,
+    shards_of,
     tokens_of,
     traced_as,
+    within_text,
 )
 from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, plan_page
-from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
-    from featurize.job.layout import Parallel
+    from torch import nn
+
     from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import Inputs, Model
+
 
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in ascending order of recomputation
@@ -242,3 +254,346 @@ def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | 
     if not names:
         raise UsageError(f"checkpointing names nothing to try; known: {', '.join(WAYS)}")
     return tuple(None if way == NONE else way for way in WAYS if way in names)
+
+
+FEWEST = 8  # blocks: shallower models are traced in full
+SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between them to compare
+
+
+class Screening:
+    """Shallow copies of one model, and the model's traces extrapolated from theirs.
+
+    blocks   number of the model's identical blocks; 0: it is traced in full
+
+    Args:
+        factory: Makes the model.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module]) -> None:
+        self._factory = factory
+        self._short: dict[int, nn.Module] = {}
+        self._whole: set[Hashable] = set()  # kinds of layouts that cannot be extrapolated
+
+    @cached_property
+    def model(self) -> nn.Module | None:
+        """The model on the meta device. None where it cannot be built, or a copy would differ from it."""
+        try:
+            return built_to_shorten(self._factory)
+        except Exception:  # a model may raise anything; its trace raises it again
+            return None
+
+    @cached_property
+    def blocks(self) -> int:
+        """The number of blocks. The model is built on first use."""
+        return 0 if self.model is None else alike_blocks(self.model)
+
+    def count_experts(self) -> set[int]:
+        """Return the numbers of experts in the model's mixtures."""
+        from featurize.training.experts import expert_counts  # its imports take a while
+
+        return set() if self.model is None else expert_counts(self.model)
+
+    def traces(self, request: Request) -> Traces:
+        """Return the traces of a job, as `learn.estimation.answers` takes them; empty where it has to be traced in
+        full."""
+        parallel, training = request.job.parallel, training_of(request.job.settings)
+        # Buckets of gradients hold parts of several blocks, each stage of a pipeline has its own blocks, and FSDP1's
+        # host waits for earlier blocks.
+        if parallel is None or not parallel.shards or parallel.flat or parallel.degrees.pp > 1:
+            return {}
+        kind = tuple(parallel.groups), training.checkpointing
+        period = training.checkpoint_every if training.checkpointing else 1
+        times, remainder = divmod(self.blocks - SHALLOW * period, period)
+        if self.blocks < FEWEST * period or remainder or kind in self._whole:
+            return {}
+        try:
+            shallow, longer = (self._trace_with(request, count * period) for count in (SHALLOW, SHALLOW + 1))
+            return {kernels: deeper(trace, longer[kernels], times) for kernels, trace in shallow.items()}
+        except (CommandError, CannotDeepen):  # an error of the job itself is raised again by its own trace
+            self._whole.add(kind)
+            return {}
+
+    def _trace_with(self, request: Request, count: int) -> Traces:
+        assert self.model is not None, "it has blocks"
+        if count not in self._short:
+            self._short[count] = with_blocks(self.model, count)
+        short = self._short[count]
+        traces: Traces = {}
+        with as_a_training_script():
+            trace_of(replace(request.job, build=lambda: short), request.platform.device, traces)
+        return traces
+
+
+_CLEARLY = 1.1  # times the limit: a layout above it does not fit with fewer shards either
+_BEYOND_COMPUTED = 1.05  # factor by which larger batches may exceed the samples a second so far
+# Parts of a peak that exist at any moment, with any batch.
+_OF_ANY_BATCH = (
+    "parameters",
+    "master weights",
+    "optimizer state",
+    "gradient buckets",
+    "context",
+    "communication",
+    "other users",
+)
+_AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: below it, more ranks only get slower
+_ALIKE = 2  # micro-steps after which memory stops growing, and each one takes as long as the one before
+_OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, without a global batch
+LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """Sizes of a rank's forward pass: the given batch, doubled and halved; or the sizes that a global batch allows.
+
+    given        samples of the inputs
+    per_replica  samples of a step of one replica: the sizes are the powers of two that divide them. None: any
+    micro_steps  micro-steps of a step, where `per_replica` is None
+    pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
+    """
+
+    given: int
+    per_replica: int | None = None
+    micro_steps: int = 1
+    pipelined: int = 1
+
+    def at_most(self, size: int) -> int:
+        """Return the largest allowed size of at most `size`; 0 means the given batch."""
+        most = size or self.given
+        if self.per_replica is None:
+            return most
+        largest_power_of_two = 2 ** (most.bit_length() - 1)
+        return math.gcd(self.per_replica, largest_power_of_two)
+
+    def larger(self, size: int) -> int | None:
+        """Return the next larger size; None if there is none."""
+        if self.per_replica is None:
+            return size * 2 if size * 2 <= LARGEST_BATCH else None
+        return size * 2 if self.per_replica % (size * 2) == 0 else None
+
+    def accumulation(self, size: int) -> int:
+        """Return the micro-steps of a step with this size."""
+        if self.per_replica is not None:
+            return self.per_replica // size
+        return self.micro_steps * (_OF_EACH_RANK * self.pipelined if self.pipelined > 1 else 1)
+
+
+class Findings:
+    """Results of earlier layouts that bound those of later ones.
+
+    hopeless  layout that does not fit with any batch -> MiB that it holds with any batch
+    largest   checkpointing -> largest micro-batch that fitted in the last layout
+
+    Args:
+        limit_mib: Memory of the card.
+    """
+
+    def __init__(self, limit_mib: float) -> None:
+        self._limit_mib = limit_mib
+        self._outgrown: list[PlanRow] = []
+        self.hopeless: dict[Parallel, float] = {}
+        self.largest: dict[str | None, int] = {}
+        self._best: dict[int, float] = {}  # ranks -> samples a second
+        # ranks, degrees within layers -> samples a second
+        self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
+
+    def add(self, row: PlanRow) -> None:
+        """Store a row's results."""
+        if row.fits is False and row.needed_mib > _CLEARLY * self._limit_mib:
+            self._outgrown.append(row)
+        if row.fits and row.samples_per_s and row.step_time_ms:
+            ranks, way = row.parallel.ranks, row.checkpointing
+            alone = row.samples_per_s / ranks * row.step_time_ms / (row.step_time_ms - (row.exposed_ms or 0.0))
+            self._best[ranks] = max(row.samples_per_s, self._best.get(ranks, 0.0))
+            degrees = ranks, ranks_within(row.parallel)
+            self._of_degrees[degrees] = max(row.samples_per_s, self._of_degrees.get(degrees, 0.0))
+            self._computed[way] = max(alone, self._computed.get(way, 0.0))
+
+    def outgrown_by(self, layout: Parallel, micro_batch: int, accumulation: int, way: str | None) -> str | None:
+        """Return why a step cannot fit: a layout with at least as many shards of each kind exceeds the limit by far.
+        None where only a trace can tell."""
+        for row in self._outgrown:
+            alike = (row.micro_batch, row.checkpointing) == (micro_batch, way)
+            if alike and _shards_at_most(layout, row.parallel) and min(row.accumulation, _ALIKE) <= accumulation:
+                return f"{mesh_text(row.parallel)} takes {row.needed_mib:,.0f} MiB already"
+        return None
+
+    def not_worth(self, layout: Parallel) -> str | None:
+        """Return why a layout is not tried; None if it is.
+
+        It holds too much with any batch, or a layout with more shards of each kind does. Or a layout with fewer ranks
+        within layers was already slower than one with still fewer.
+        """
+        for other, held_mib in self.hopeless.items():
+            if _shards_at_most(layout, other):
+                return f"not tried: with any batch, {mesh_text(other)} holds {held_mib:,.0f} MiB"
+        for fewer in self._fewer(layout.ranks, ranks_within(layout)):
+            for fewest in self._fewer(layout.ranks, fewer):
+                if self._of_degrees[layout.ranks, fewer] < _AS_QUICK * self._of_degrees[layout.ranks, fewest]:
+                    beside = within_text(fewest) or "none of it"
+                    return f"not tried: {within_text(fewer)} is slower than {beside}"
+        return None
+
+    def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the fitting degrees that differ in one mode, by its next smaller degree."""
+        fitting = [degrees_fitting for of_ranks, degrees_fitting in self._of_degrees if of_ranks == ranks]
+        chosen = []
+        for place in range(len(degrees)):
+            others = degrees[:place], degrees[place + 1 :]
+            smaller = [
+                candidate
+                for candidate in fitting
+                if (candidate[:place], candidate[place + 1 :]) == others and candidate[place] < degrees[place]
+            ]
+            chosen += [max(smaller)] if smaller else []
+        return chosen
+
+    def bubble_too_long(self, layout: Parallel, batches: MicroBatches) -> str | None:
+        """Return why a pipeline is not tried: with its bubble alone, it is slower than the best layout so far. None if
+        it may be faster."""
+        if layout.degrees.pp == 1 or not self._computed or layout.ranks not in self._best:
+            return None
+        passes = layout.parts * batches.accumulation(1)
+        rate = (
+            _BEYOND_COMPUTED * max(self._computed.values()) * layout.ranks * passes / (passes + layout.degrees.pp - 1)
+        )
+        if rate >= self._best[layout.ranks]:
+            return None
+        return "not tried: if it waited for its bubble alone, it would be slower than the best without pp"
+
+    def cannot_win(self, layout: Parallel, way: str | None) -> bool:
+        """Return whether this checkpointing is slower than the best layout so far, even if no rank ever waits."""
+        alone = self._computed.get(way)
+        return alone is not None and _BEYOND_COMPUTED * alone * layout.ranks < self._best.get(layout.ranks, 0.0)
+
+
+class LayoutSearch:
+    """Rows of one layout.
+
+    Args:
+        layout: The degrees and settings.
+        batches: The sizes to try.
+        ways: Checkpointing to try, the one that recomputes least first.
+        findings: Results of earlier layouts; new ones are added.
+        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout, and a row's
+            `known`.
+    """
+
+    def __init__(
+        self,
+        layout: Parallel,
+        batches: MicroBatches,
+        ways: Sequence[str | None],
+        findings: Findings,
+        estimated: Callable[[int, int, str | None], tuple[Estimate, str]],
+    ) -> None:
+        self._layout, self._batches, self._ways = layout, batches, ways
+        self._findings, self._estimated = findings, estimated
+        self.estimates: dict[PlanRow, Estimate] = {}
+
+    def rows(self) -> Iterator[PlanRow]:
+        """Yield the rows: larger batches while they fit, or smaller ones until one does.
+
+        Checkpointing that recomputes more is tried from the largest batch that fits without it: below, it can only be
+        slower. If the first row of a checkpointing is impossible, it is the only one.
+        """
+        before = 0  # the largest size that fits with less recomputation
+        for way in self._ways:
+            if before and self._findings.cannot_win(self._layout, way):
+                return
+            if self._findings.not_worth(self._layout) is not None:  # with any batch and checkpointing
+                return
+            largest = 0
+            for row in self._walk(way, self._batches.at_most(max(before, self._findings.largest.get(way, 0)))):
+                self._findings.add(row)
+                yield row
+                if row.fits:
+                    largest = max(row.micro_batch or 0, largest)
+            if largest:
+                self._findings.largest[way] = before = largest
+
+    def _walk(self, way: str | None, size: int) -> Iterator[PlanRow]:
+        row = self.row(size, way)
+        yield row
+        grows = row.fits
+        while row.fits == grows and row.fits is not None:
+            following = self._batches.larger(size) if grows else self._smaller(row, size)
+            if following is None:
+                return
+            reason = self._outgrown_by_half(row) if grows else None
+            size, row = following, self.row(following, way, reason)
+            yield row
+
+    def _outgrown_by_half(self, row: PlanRow) -> str | None:
+        """Return why a batch of twice the size cannot fit: it has twice the activations at the same moment."""
+        estimate = self.estimates[row]
+        parts = estimate.breakdown
+        least_mib = estimate.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
+        if least_mib <= estimate.allowed_mib:
+            return None
+        return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
+
+    def _smaller(self, row: PlanRow, size: int) -> int | None:
+        """Return the next smaller size that may fit, or None: at the same moment, its activations shrink in proportion,
+        and the other parts stay."""
+        estimate = self.estimates.get(row)
+        smaller = size // 2 or None
+        if estimate is None:
+            return smaller
+        held_mib = sum(estimate.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
+        room_mib = estimate.allowed_mib - held_mib
+        if room_mib < 0:
+            self._findings.hopeless[self._layout] = held_mib
+            return None
+        while smaller is not None and smaller / size * estimate.breakdown.get("activations", 0.0) > room_mib:
+            smaller = smaller // 2 or None
+        return smaller
+
+    def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
+        """Return the row of one micro-batch; `reason`: why it cannot fit, if that is known."""
+        count, alike = self._batches.accumulation(size), _ALIKE
+        if self._layout.degrees.pp > 1:  # all micro-batches run in one schedule
+            alike = count
+        about: dict[str, Any] = {
+            "parallel": self._layout,
+            "micro_batch": size,
+            "accumulation": count,
+            "checkpointing": way,
+        }
+        if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
+            return PlanRow(**about, fits=False, why=reason)
+        try:
+            estimate, about["known"] = self._estimated(size, min(count, alike), way)
+            memory: dict[str, Any] = {"peak_memory_mib": estimate.peak_memory_mib, "upper_mib": estimate.upper_mib}
+            if not estimate.fits_device:
+                row = PlanRow(**about, **memory, fits=False, why=f"takes {estimate.needed_mib:,.0f} MiB")
+                self.estimates[row] = estimate
+                return row
+            first = self._estimated(size, 1, way)[0] if count > alike else estimate
+        except UsageError as error:
+            return PlanRow(**about | {"known": None}, fits=None, why=first_line(error))
+        row = PlanRow(**about, **memory, **self._times(estimate, first, size, count, alike), fits=True)
+        self.estimates[row] = estimate
+        return row
+
+    def _times(self, estimate: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
+        """Return the times of a step with `count` micro-steps: those beyond `alike` take as long as the last one."""
+        more = max(count - alike, 0)
+
+        def time_of(name: str) -> float | None:
+            last, alone = getattr(estimate, name), getattr(first, name)
+            return None if last is None or alone is None else last + more * (last - alone)
+
+        step_ms, exposed_ms = time_of("step_time_ms"), time_of("exposed_ms")
+        rate = self._layout.replicas * size * count / (step_ms / 1e3) if step_ms else None
+        return {"step_time_ms": step_ms, "exposed_ms": exposed_ms, "samples_per_s": rate}
+
+
+def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
+    """Return whether a layout has at most as many shards of each kind as another one, and so holds at least as much.
+    ZeRO's stages shard among replicas."""
+    stage, degrees = layout.zero.stage, layout.degrees
+    if (stage, degrees.ep) != (other.zero.stage, other.degrees.ep) or (stage and degrees.ddp > other.degrees.ddp):
+        return False
+    return all(fewer <= more for fewer, more in zip(shards_of(layout), shards_of(other), strict=True))

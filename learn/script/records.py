@@ -5,7 +5,7 @@ it is checked value by value when it is read.
 
 A run is identified by the script's bytes and command line, its environment, the GPU model and the installed packages.
 It stays valid while all that the script read is unchanged: its own modules, files that it read, folders that it listed,
-files that it found missing. `learn.script.saved_files` observes these in Python; reads by compiled code or another
+files that it found missing. `learn.script.containment` observes these in Python; reads by compiled code or another
 process, and the time, are not observed.
 """
 

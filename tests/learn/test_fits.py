@@ -10,7 +10,7 @@ from conf.errors import UsageError
 from featurize.device.device_spec import device_names, load_device
 from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
-from learn.job.inputs import STEPS_DRAWN, batches_of, with_batch_size
+from learn.job.training_job import STEPS_DRAWN, batches_of, with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.featurize.small_nets import Computes
 

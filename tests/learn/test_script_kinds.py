@@ -13,7 +13,7 @@ from featurize.nets.vision import mend_torchvision
 from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
-from learn.script import saved_files
+from learn.script import containment
 from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
@@ -310,7 +310,7 @@ def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tm
     script = run("checkpoints")
     assert script.warnings[0] == "the script trains with adamw, tf32, 8 samples in a forward pass"
     assert "the script also chooses zero_grad=after_forward" in script.warnings
-    assert saved_files.NOTE in script.warnings
+    assert containment.NOTE in script.warnings
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "kept.pt": "the user's own",
         "earlier.json": "{}",

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from learn.script import saved_files
-from learn.script.saved_files import SavedFiles
+from learn.script import containment
+from learn.script.containment import SavedFiles
 
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
     """The working folder of a script, in a process whose files are kept elsewhere."""
-    replaced = [(os, name) for name in saved_files.FUNCTIONS]
+    replaced = [(os, name) for name in containment.FUNCTIONS]
     for owner, name in (*replaced, (builtins, "open"), (io, "open"), (shutil, "rmtree")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     for name in ("supports_fd", "supports_follow_symlinks", "supports_dir_fd", "supports_effective_ids"):
