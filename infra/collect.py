@@ -28,7 +28,7 @@ from featurize.configs.dimensions import Choice, Range, Space, default_space, ow
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
 from featurize.job.training_settings import Optimizer
-from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.dataset import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import select
 from workers.devices import choose_device

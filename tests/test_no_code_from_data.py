@@ -18,8 +18,8 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
     ("conf/children/__main__.py", ""): "a preparation that our own code names, in a process of its own",
-    ("conf/children/keeper.py", "serve"): "modules that our own code names, over a socket that only it inherits",
-    ("conf/children/keeper.py", "_run"): "a function that our own code names, over a socket that only it inherits",
+    ("conf/children/running.py", "serve"): "modules that our own code names, over a socket that only it inherits",
+    ("conf/children/running.py", "_run"): "a function that our own code names, over a socket that only it inherits",
     ("conf/cli/commands.py", "settings_class"): "a literal of the table of commands",
     ("farm/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",
     ("learn/__init__.py", ""): "a literal: conf/cli/own_packages.py, before another package is imported",

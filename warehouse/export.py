@@ -1,13 +1,13 @@
 """`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
 
-Start reading at `entry`; `warehouse.exchange.exporting` writes it.
+Start reading at `entry`; `warehouse.exchange.dataset` writes it.
 """
 
 from __future__ import annotations
 
 from conf.cli.command_line import command
 from conf.errors import print_lines
-from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.dataset import ExportSettings, export
 
 
 def entry(settings: ExportSettings) -> int:

@@ -27,7 +27,7 @@ from typing import NoReturn
 from conf.files.identity import alive, process_stat
 
 _GROUP_PREFIX = "gpufarm-"
-_END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
+END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOOK_PERIOD_NS = 1_000_000_000
 _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
@@ -56,7 +56,7 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 def become_subreaper() -> None:
@@ -115,8 +115,8 @@ def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[in
     Returns the number of living processes that were killed, and the number that still exist after ten seconds.
     """
     killed: set[int] = set()
-    give_up = time.monotonic() + _END_S
-    pause_s = _PAUSE_S
+    give_up = time.monotonic() + END_S
+    pause_s = PAUSE_S
     while True:
         remaining = 0
         for process in descendants_of(pid, spared):

@@ -103,7 +103,7 @@ TABLE = {  # by the module that `python -m` runs
         "Read published measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
     ),
     "warehouse.export": Command(
-        "warehouse.exchange.exporting:ExportSettings",
+        "warehouse.exchange.dataset:ExportSettings",
         "Write measured runs as a data set that others can load: a pair of Parquet files for each family, device and "
         "day.",
     ),

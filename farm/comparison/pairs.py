@@ -21,8 +21,7 @@ from typing import Any
 import duckdb
 
 import warehouse
-from conf.children.keeper import TIME
-from conf.children.running import ChildServer, local_server
+from conf.children.running import TIME, ChildServer, local_server
 from conf.cli.own_packages import PACKAGES
 from conf.errors import EnvironmentProblem, UsageError, error_line
 from conf.files.identity import mapping_hash, sha256_of

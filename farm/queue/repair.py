@@ -21,12 +21,9 @@ from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from warehouse.files.compaction import ROW_GROUP_ROWS, CompactionReport, compaction_lock
-from warehouse.files.counting import holder_of, settle_listings, write_anew
-from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder
-from warehouse.files.integrity import Progress, compare, examine
-from warehouse.files.merged import (
+from warehouse.files.counting import (
     held_ids,
+    holder_of,
     holders,
     is_merged_name,
     land_merged,
@@ -34,7 +31,11 @@ from warehouse.files.merged import (
     new_merged_name,
     read_listings,
     recover_listing,
+    settle_listings,
+    write_anew,
 )
+from warehouse.files.folder import DamagedFile, DataFolder, set_aside
+from warehouse.files.integrity import Progress, compare, examine
 from warehouse.tables.schema import KINDS, OF_RUNS
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")

@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from conf.children.keeper import MEMORY, TIME, Ended
-from conf.children.running import ChildServer, ServerLost, local_server
+from conf.children.running import MEMORY, TIME, ChildServer, Ended, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from conf.children.keeper import TIME, Ended
-from conf.children.running import ChildServer, local_server
+from conf.children.running import TIME, ChildServer, Ended, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError, exception_line, first_few, shown
 from conf.files.identity import version_of

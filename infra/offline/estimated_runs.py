@@ -31,7 +31,7 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
 from learn.estimation.requests import request_of
 from learn.job.training_job import RESIDENT
-from warehouse.exchange.exporting import SOURCES
+from warehouse.exchange.dataset import SOURCES
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.pairing import shift_of

@@ -32,7 +32,7 @@ from conf.reports.blocks import (
 from infra.offline.estimated_runs import RULES, Absent, Results, read_results
 from infra.offline.results import CALLS, DATA, LOG, PROBES, SUMMARY, outcomes_of, slices_of, unfinished_tests, unpack
 from infra.offline.sections import SECTIONS, Finding
-from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.dataset import ExportSettings, export
 
 PAGE = "page.html"
 _OF_KIND = {

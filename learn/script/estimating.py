@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-from conf.children.keeper import MEMORY, TIME
-from conf.children.running import local_server
+from conf.children.running import MEMORY, TIME, local_server
 from conf.errors import UsageError, one_line, require_one_of, shown
 from featurize.job.layout import Parallel, named_settings, names_network_only
 from featurize.job.training_settings import Training

@@ -19,8 +19,8 @@ from timing import seconds_of, timed
 
 import warehouse
 from warehouse.files.compaction import ROW_GROUP_ROWS
+from warehouse.files.counting import Listing, listing_file, new_merged_name
 from warehouse.files.folder import COMPRESSION, DataFolder
-from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 
 FAMILIES = ("mlp", "cnn", "transformer")

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from conf.children import containment, running
-from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ServerLost, local_server
+from conf.children.running import MEMORY, TIME, ServerLost, local_server
 from conf.errors import EnvironmentProblem
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
 

@@ -23,9 +23,9 @@ from farm.queue.repair import repair
 from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, killed_children, unreadable
 from warehouse.files.compaction import compaction_lock
+from warehouse.files.counting import Listing, listing_file
 from warehouse.files.folder import DataFolder, write_sealed
 from warehouse.files.integrity import compare, examine
-from warehouse.files.merged import Listing, listing_file
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.views import view_statements
 from warehouse.files.writer import RunWriter

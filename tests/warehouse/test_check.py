@@ -11,13 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import compact_at, copy_into, fill, flip, only_merged, run_row
 
-from warehouse.files.damage import damage_of, find_damaged, parquet_files
 from warehouse.files.folder import (
     CHECKSUM_KEY,
     COMPRESSION,
     DataFolder,
     checksum_problem,
     content_problem,
+    damage_of,
+    find_damaged,
+    parquet_files,
     recorded_checksum,
     verify,
     write_sealed,

@@ -13,10 +13,18 @@ from conf.errors import EnvironmentProblem
 from tests.surroundings import run_command
 from warehouse.files import counting
 from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.counting import counting_files, read_catalogue
+from warehouse.files.counting import (
+    SOURCES,
+    Listing,
+    counting_files,
+    land_batch,
+    listing_file,
+    new_merged_name,
+    read_catalogue,
+    read_listings,
+)
 from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
 from warehouse.files.integrity import examine
-from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
 

@@ -13,10 +13,18 @@ import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, take_in
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse.exchange import dataset, exporting, ingesting
-from warehouse.exchange.dataset import find_parts, read_part, repository_folder, scrub, thin, to_bytes
+from warehouse.exchange import dataset, ingesting
+from warehouse.exchange.dataset import (
+    ExportSettings,
+    export,
+    find_parts,
+    read_part,
+    repository_folder,
+    scrub,
+    thin,
+    to_bytes,
+)
 from warehouse.exchange.dataset_card import card
-from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -302,14 +310,14 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
 
 
 def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, made, out, monkeypatch):
-    write = exporting.write_file
+    write = dataset.write_file
 
     def killed(path, content):
         if path.name.endswith("-runs.parquet"):
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(exporting, "write_file", killed)
+    monkeypatch.setattr(dataset, "write_file", killed)
     with pytest.raises(KeyboardInterrupt):
         exported(filled, out)
     monkeypatch.undo()

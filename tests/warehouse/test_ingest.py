@@ -323,17 +323,17 @@ def test_bad_input_is_one_message_and_writes_nothing(place, refused, arguments, 
 
 KILLED = """
 import os, signal, sys
-from warehouse.files import merged
+from warehouse.files import counting
 from warehouse.exchange.ingesting import IngestSettings, ingest
 landed = 0
-write = merged.Listing.write
+write = counting.Listing.write
 def dying(listing):
     global landed
     if landed == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     landed += 1
     write(listing)
-merged.Listing.write = dying
+counting.Listing.write = dying
 ingest(IngestSettings(source="gpumemnet", path=sys.argv[1], data=sys.argv[2]))
 """
 

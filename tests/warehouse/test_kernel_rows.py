@@ -194,7 +194,7 @@ def test_a_damaged_file_of_kernels_is_one_message_and_nothing_lands(folder, tmp_
 
 def test_kernels_of_an_importing_that_was_killed_do_not_count_and_come_again(folder, tmp_path, monkeypatch):
     path = kernel_file(tmp_path / "k.parquet", CELLS)
-    monkeypatch.setattr("warehouse.files.merged.Listing.write", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("warehouse.files.counting.Listing.write", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         take_in(folder.root, "neusight", path)
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from warehouse_rows import (
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import named_arguments
-from warehouse.files import merged
+from warehouse.files import counting
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
 from warehouse.files.integrity import examine
@@ -125,14 +125,14 @@ def test_a_copied_snapshot_that_has_lost_a_merged_file_says_so_also_after_compac
 def test_a_reader_beside_the_first_compaction_of_a_copied_snapshot_finds_all_rows(full, copy, monkeypatch):
     before = rows(full)
 
-    def list_and_compact(path, really=merged.names_in):
+    def list_and_compact(path, really=counting.names_in):
         names = really(path)
         if path == copy.listings("runs"):
             monkeypatch.undo()
             compact_at(copy, 0)
         return names
 
-    monkeypatch.setattr(merged, "names_in", list_and_compact)
+    monkeypatch.setattr(counting, "names_in", list_and_compact)
     assert rows(copy) == before
 
 

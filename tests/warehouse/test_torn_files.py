@@ -19,9 +19,9 @@ from warehouse_rows import fill as fill_any
 import warehouse
 from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.counting import Listing, listing_file, new_merged_name
 from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.folder_files import FolderFiles
-from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.views import files_of
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import KINDS, RUN_SCHEMA
@@ -384,8 +384,8 @@ def test_a_forked_child_has_a_duckdb_of_its_own():
 
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch, connection):
     fill(folder, range(3))
-    verification = Mock(wraps=warehouse.files.damage.find_damaged)
-    monkeypatch.setattr("warehouse.files.damage.find_damaged", verification)
+    verification = Mock(wraps=warehouse.files.folder.find_damaged)
+    monkeypatch.setattr("warehouse.files.folder_files.find_damaged", verification)
     for _ in range(3):
         with pytest.raises(duckdb.Error):
             connection.execute("SELECT error('parquet') FROM runs").fetchall()

@@ -14,8 +14,8 @@ import pytest
 from warehouse_rows import ask, collocations, compact_at, failing, fill, kernels, ranks, run_row, samples, unreadable
 
 import warehouse
+from warehouse.files.counting import Listing, listing_file, new_merged_name
 from warehouse.files.folder import DataFolder
-from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
@@ -177,7 +177,7 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize(
     "reader",
-    ["pyarrow.parquet.read_metadata", "pyarrow.parquet.ParquetFile", "warehouse.files.merged.Listing.read"],
+    ["pyarrow.parquet.read_metadata", "pyarrow.parquet.ParquetFile", "warehouse.files.counting.Listing.read"],
 )
 def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_or_its_listing_cannot_be_read(
     folder, monkeypatch, code, reader

@@ -43,8 +43,8 @@ from warehouse.exchange.imported_rows import (
 from warehouse.exchange.published import read_published_runs
 from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
 from warehouse.exchange.published_tables import NO_SPEED, TABLES, group_members
+from warehouse.files.counting import land_batch
 from warehouse.files.folder import DataFolder
-from warehouse.files.merged import land_batch
 from warehouse.files.plain_file import locked
 from warehouse.files.writer import RunWriter, detail_table
 from warehouse.reading.connection import WarehouseConnection, connect

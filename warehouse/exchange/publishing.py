@@ -1,7 +1,7 @@
 """Publishes a snapshot as a data set: Parquet by table, a card, Croissant metadata, an example, pages.
 
 Start reading at `publish`, the body of `warehouse.publish`. Names of machines, users and paths are taken out as
-`warehouse.exchange.exporting` does. `write_pages` writes the explorer's pages as files.
+`warehouse.exchange.dataset` does. `write_pages` writes the explorer's pages as files.
 """
 
 from __future__ import annotations

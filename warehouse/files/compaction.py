@@ -47,21 +47,18 @@ from warehouse.files.counting import (
     Catalogue,
     Unreadable,
     counting_files,
-    intact_merged_names,
-    run_ids_of,
-    settle_listings,
-    unlisted_files,
-)
-from warehouse.files.damage import DamagedFile
-from warehouse.files.folder import DataFolder, checksum_problem, content_problem
-from warehouse.files.merged import (
     held_ids,
+    intact_merged_names,
     is_merged_name,
     land_merged,
     listing_file,
     new_merged_name,
     read_listings,
+    run_ids_of,
+    settle_listings,
+    unlisted_files,
 )
+from warehouse.files.folder import DamagedFile, DataFolder, checksum_problem, content_problem
 from warehouse.files.plain_file import (
     NoPlainFile,
     is_passing,

@@ -29,10 +29,8 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from conf.errors import CommandError, EnvironmentProblem
-from warehouse.files import damage
 from warehouse.files.counting import counting_plan
-from warehouse.files.damage import DamagedFile
-from warehouse.files.folder import DataFolder
+from warehouse.files.folder import DamagedFile, DataFolder, damage_for_duckdb, damage_of, find_damaged, report_damage
 from warehouse.files.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
 from warehouse.files.views import SCHEME, files_of
 from warehouse.tables.schema import KINDS, TABLES
@@ -90,15 +88,15 @@ class FolderFiles(AbstractFileSystem):
         ]
         # Footers first; if all are intact, every page by Arrow, then by DuckDB.
         damaged = (
-            damage.find_damaged(paths)
-            or damage.find_damaged(paths, functools.partial(damage.damage_of, pages=True))
-            or damage.find_damaged(paths, damage.damage_for_duckdb)
+            find_damaged(paths)
+            or find_damaged(paths, functools.partial(damage_of, pages=True))
+            or find_damaged(paths, damage_for_duckdb)
         )
         with self._lock:
             self._damaged |= {str(file.path): identities[file.path] for file in damaged}
             if not damaged:
                 self._intact |= {str(path): identities[path] for path in paths}
-        damage.report(damaged)
+        report_damage(damaged)
         return damaged
 
     def glob(self, path: str, **_options: Any) -> list[str]:

@@ -30,16 +30,18 @@ from conf.errors import CommandError, first_line, print_lines
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
 from warehouse.files.counting import (
     REDUNDANT,
+    Listing,
     Unreadable,
     counting_files,
+    is_merged_name,
     lost_line,
     read_catalogue,
+    read_intact,
+    read_listings,
     unlisted_files,
     unproven_sources,
 )
-from warehouse.files.damage import DamagedFile, file_problem, parquet_files
-from warehouse.files.folder import DataFolder, recorded_checksum
-from warehouse.files.merged import Listing, is_merged_name, read_intact, read_listings
+from warehouse.files.folder import DamagedFile, DataFolder, file_problem, parquet_files, recorded_checksum
 from warehouse.files.plain_file import is_out_of_descriptors, patiently, plain, queue_copy
 from warehouse.tables.schema import KINDS
 

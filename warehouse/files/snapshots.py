@@ -26,17 +26,24 @@ from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from warehouse.files.compaction import CompactionReport, compaction_lock
 from warehouse.files.counting import (
+    SNAPSHOT_LISTING,
     Catalogue,
     counting_files,
+    is_merged_name,
     read_catalogue,
     refuse_losses,
     run_ids_of,
     settle_listings,
 )
-from warehouse.files.damage import DamagedFile, file_problem
-from warehouse.files.damage import report as report_damage
-from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
-from warehouse.files.merged import SNAPSHOT_LISTING, is_merged_name
+from warehouse.files.folder import (
+    LISTING_SCHEMA,
+    DamagedFile,
+    DataFolder,
+    check_name,
+    file_problem,
+    report_damage,
+    write_parquet,
+)
 from warehouse.files.views import ROW_COUNTS, VIEWS, view_statements
 from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
 from warehouse.tables.schema import KINDS, OF_RUNS, SCHEMA_VERSION, TABLES

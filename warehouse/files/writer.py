@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from warehouse.files.counting import merged_file_with
+from warehouse.files.counting import is_merged_name, land_batch, merged_file_with
 from warehouse.files.folder import DataFolder, check_name, write_parquet
-from warehouse.files.merged import is_merged_name, land_batch
 from warehouse.tables.schema import (
     DETAILS,
     ENVIRONMENT,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from conf.children.keeper import receive
+from conf.children.running import receive
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
 from conf.files.identity import version_of

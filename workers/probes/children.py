@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.children.keeper import MEMORY, TIME
-from conf.children.running import local_server
+from conf.children.running import MEMORY, TIME, local_server
 from conf.cli.command_line import EXIT_TEMPORARY, run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, exception_line, one_line

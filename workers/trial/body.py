@@ -39,7 +39,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from conf.children.containment import die_with_parent, run_as_child
-from conf.children.keeper import receive
+from conf.children.running import receive
 from conf.errors import CommandError, shortened
 from workers.devices import DeviceChoice, Link, MemberAlone, Place, Slot, Together, make_device
 

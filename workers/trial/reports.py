@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.children.keeper import Ended
+from conf.children.running import Ended
 from conf.errors import ERROR_CHARACTERS, first_line, one_line, safe_text, shown
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.telemetry.base import Sample

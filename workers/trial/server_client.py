@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.children.containment import descendants_of, line_of
-from conf.children.keeper import MEMORY, Ended, receive
-from conf.children.running import ChildServer, ServerLost
+from conf.children.running import MEMORY, ChildServer, Ended, ServerLost, receive
 from conf.errors import OUTPUT_STARTS, safe_text
 from conf.files.own_folders import delete_folder, make_folder
 from workers.devices import Slot

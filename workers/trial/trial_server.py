@@ -1,4 +1,4 @@
-"""The trial server: a server of children (`conf.children.keeper`) that has imported torch and forks a child per trial.
+"""The trial server: a server of children (`conf.children.running`) that has imported torch and forks a child per trial.
 
 A worker executes it and never forks it, because a worker under Ray has many threads. The server imports what the first
 training step needs, but runs no operator and does not touch CUDA. A child therefore starts within milliseconds with a
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from conf.children.containment import become_subreaper
-from conf.children.keeper import run_server
+from conf.children.running import run_server
 from conf.cli.own_packages import search_working_folder
 
 
