@@ -18,7 +18,7 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from learn.commands.fit import Fit, FitSettings, fit
 from learn.estimation.estimating import (
     DeviceFit,

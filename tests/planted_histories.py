@@ -10,8 +10,7 @@ from typing import Any
 
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
-from featurize.memory.allocator import CachingAllocator, PoolBlock, Segment
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings, CachingAllocator, PoolBlock, Segment
 from featurize.operators.library_calls import CUBLAS, workspace_bytes
 from featurize.trace.tracer import trace_config
 

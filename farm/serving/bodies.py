@@ -541,7 +541,7 @@ def _parallel(request: JobFields) -> str | None:
 
 
 def _how(request: HowFields) -> dict[str, Any]:
-    from featurize.memory.allocator_settings import AllocatorSettings
+    from featurize.memory.allocator import AllocatorSettings
 
     if request.allocator is not None:
         with _as_problem("/allocator"):

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 
 from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
-from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, Pool, SegmentEvent
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import (
+    AddressSpace,
+    AllocatorSettings,
+    CachingAllocator,
+    OutOfMemory,
+    Pool,
+    SegmentEvent,
+)
 from featurize.operators.library_calls import CUBLAS, ConvolutionWorkspace, LibraryCall
 from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
 

@@ -16,7 +16,7 @@ from conf.errors import UsageError, shown
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import known_device, load_device
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.memory.replay import GIVEN_BACK, TAKEN, MemoryProfile, replay, replay_history
 from featurize.recording.step_trace import StepTrace
 from workers.probes.children import Measured

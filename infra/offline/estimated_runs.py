@@ -23,7 +23,7 @@ from conf.files.outputs import json_lines
 from conf.reports.blocks import Table, table
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.timing.step_time import operator_costs
 from infra.offline.results import CALLS, DATA
 from learn.estimation.answers import make_estimate

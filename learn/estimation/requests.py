@@ -37,7 +37,7 @@ from featurize.job.code_names import parse_trust
 from featurize.job.deepspeed_config import hidden_size_of
 from featurize.job.layout import Parallel, parse_parallel
 from featurize.job.training_settings import TRAINING_FIELDS, Training, TrainingKeywords, training_of
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.timing.collectives import PCIE, fabric_of
 from learn.estimation.job_estimate import RankGroup
 from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs

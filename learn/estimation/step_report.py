@@ -38,7 +38,7 @@ from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.recording.values import tensors_of

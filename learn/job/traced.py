@@ -17,7 +17,7 @@ from torch import nn
 
 from conf.errors import CommandError, UsageError, kept_from_exit
 from featurize.device.device_spec import DeviceSpec, UnsuitableDevice, describe_device
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.operators.table import SCALED_PRODUCT
 from featurize.trace import trace_cache
 from featurize.trace.trace_cache import Fingerprint, is_installed

@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UsageError
-from featurize.memory.allocator import CachingAllocator, OutOfMemory
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings, CachingAllocator, OutOfMemory
 from featurize.memory.replay import replay_history
 
 MIB = 2**20

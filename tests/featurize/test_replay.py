@@ -9,8 +9,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from featurize.device.device_spec import load_device
-from featurize.memory.allocator import CachingAllocator
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings, CachingAllocator
 from featurize.memory.cudnn_workspaces import _Pool, reserved_by_scenario
 from featurize.memory.replay import MIB, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes

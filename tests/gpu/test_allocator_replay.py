@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from planted_histories import recorded_segments
 
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings
 from featurize.memory.replay import replay_history
 
 pytestmark = pytest.mark.gpu

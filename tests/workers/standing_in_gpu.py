@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from featurize.memory.allocator import CachingAllocator
-from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.allocator import AllocatorSettings, CachingAllocator
 from workers.probes import contexts, histories, questions, workspaces
 
 NAME, TOTAL_BYTES = "NVIDIA H100 80GB HBM3", 80 * 2**30

@@ -324,7 +324,7 @@ def _replay_limited(
     """Replay with an allocator that may take only `fraction` of the device; return None without a limit."""
     if fraction is None:
         return None
-    from featurize.memory.allocator_settings import AllocatorSettings
+    from featurize.memory.allocator import AllocatorSettings
     from featurize.memory.replay import replay
 
     settings = AllocatorSettings(per_process_memory_fraction=fraction)
