@@ -3,7 +3,8 @@
 Start reading at `build_on_meta`. Constructors work with small real tensors (drop-path rates, index tables) and read
 their values, which a plain `with torch.device("meta")` forbids; only large tensors and parameters go to meta here.
 `unwrapped` removes a model's wrappers: compiled ones, which `featurize.recording.compiled` traces, and parallel ones,
-which no trace models. `plan_of_module` lists the layers of any module.
+which no trace models. `with_blocks` shortens a model whose repeated blocks are alike. `plan_of_module` lists the layers
+of any module.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import math
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, overload
@@ -27,6 +28,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from featurize.job.layers import Layer
+from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
+from featurize.operators import attention
 from featurize.operators.autocast import casting
 from featurize.operators.tensor_parts import PLAIN, SEQUENCES, make_empty, tensors_in
 from featurize.recording.values import mapped, remember
@@ -314,6 +317,63 @@ def _may_stay(tensor: Tensor, largest_real: int) -> bool:
     """Return whether a registered tensor is on meta, or small enough to be real."""
     with torch._C.DisableTorchFunction():
         return tensor.is_meta or (not is_lazy(tensor) and tensor.numel() <= largest_real)
+
+
+def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return a new model on the meta device. None where its copy would lose what a trace notes."""
+    model = attention.building(lambda: build_on_meta(factory))
+    wrappers = survey(model)
+    return None if wrappers.notes or wrappers.compiled else empty_copy(model)
+
+
+def alike_blocks(model: nn.Module) -> int:
+    """Return the number of repeated blocks; 0 where they are not all alike, or not in one container.
+
+    Blocks are alike if they print alike, and their parameters and buffers have the same names, shapes, types and
+    need of gradients. No two share a parameter.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks or container_of(model, blocks) is None:
+        return 0
+    first = describe(blocks[0])
+    if any(describe(block) != first for block in blocks[1:]):
+        return 0
+    places = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
+    shared = any(places[id(parameter)] > 1 for block in blocks for parameter in block.parameters())
+    return 0 if shared else len(blocks)
+
+
+def with_blocks(model: nn.Module, count: int) -> nn.Module:
+    """Return a copy with the first `count` repeated blocks. The original is not changed.
+
+    Args:
+        model: One for which `alike_blocks` returns a number.
+        count: Largest number of blocks.
+    """
+    short = empty_copy(model)
+    blocks = repeated_blocks(short)
+    container = container_of(short, blocks)
+    assert container is not None, "blocks are in one container"
+    left_out = {id(block) for block in blocks[count:]}
+    children = {name: child for name, child in container._modules.items() if id(child) not in left_out}
+    if not isinstance(container, nn.ModuleDict):
+        children = {str(place): child for place, child in enumerate(children.values())}
+    container._modules = children
+    return short
+
+
+def container_of(model: nn.Module, blocks: list[nn.Module]) -> nn.Module | None:
+    wanted = {id(block) for block in blocks}
+    for module in model.modules():
+        if isinstance(module, CONTAINERS) and wanted <= {id(member) for member in module.children()}:
+            return module
+    return None
+
+
+def describe(module: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    """Return how a module prints, and its parameters and buffers: equal for modules that take the same memory."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return repr(module), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
 PARALLEL = (

@@ -26,8 +26,7 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.operators.replacing import replaced
-from featurize.recording.deeper import built_to_shorten, describe
-from featurize.recording.skeleton import empty_copy
+from featurize.recording.skeleton import built_to_shorten, describe, empty_copy
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND

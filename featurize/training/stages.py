@@ -27,8 +27,8 @@ from featurize.job.layout import EXAMPLE_STARTS, Parallel
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.replacing import all_replaced
 from featurize.recording.block_record import BlockRecord, RecordMoment, Stretch
-from featurize.recording.deeper import container_of
 from featurize.recording.recorder import Recorder
+from featurize.recording.skeleton import container_of
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
 from featurize.training.streams import SentNote, StepMoment, Streams

@@ -1,7 +1,7 @@
 """The call `learn.plan`: a job's layouts on several GPUs, whether they fit, and their step times.
 
 Start reading at `plan`; `LayoutSearch.rows` decides which micro-batches of a layout are traced. `Screening.traces`
-extrapolates the trace of a model whose blocks repeat from those of two shallow copies; `featurize.recording.deeper`
+extrapolates the trace of a model whose blocks repeat from those of two shallow copies; `featurize.recording.step_trace.deeper`
 repeats a block's part.
 """
 
@@ -24,7 +24,8 @@ from conf.reports.blocks import write_page
 from featurize.configs.trial import TrialConfig
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
-from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
+from featurize.recording.skeleton import alike_blocks, built_to_shorten, with_blocks
+from featurize.recording.step_trace import CannotDeepen, deeper
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import Request, request_of

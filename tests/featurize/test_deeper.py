@@ -7,7 +7,8 @@ from torch import nn
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
-from featurize.recording.deeper import alike_blocks, built_to_shorten, deeper, with_blocks
+from featurize.recording.skeleton import alike_blocks, built_to_shorten, with_blocks
+from featurize.recording.step_trace import deeper
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
