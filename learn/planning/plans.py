@@ -1,8 +1,8 @@
 """The call `learn.plan`: a job's layouts on several GPUs, whether they fit, and their step times.
 
 Start reading at `plan`; `LayoutSearch.rows` decides which micro-batches of a layout are traced. `Screening.traces`
-extrapolates the trace of a model whose blocks repeat from those of two shallow copies; `featurize.recording.step_trace.deeper`
-repeats a block's part.
+extrapolates the trace of a model whose blocks repeat from those of two shallow copies; `deeper` repeats a block's
+part.
 """
 
 from __future__ import annotations
