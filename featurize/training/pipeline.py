@@ -31,7 +31,7 @@ from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAli
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import SEND
 from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
-from featurize.training.rank import Replica
+from featurize.training.rank import Replica, Streams
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
 from featurize.training.stages import (
@@ -45,7 +45,6 @@ from featurize.training.stages import (
     starts_of,
     survey_model,
 )
-from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 

@@ -48,10 +48,9 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
 from featurize.recording.values import Inputs, mapped, named_tensors
 from featurize.training.experts import axes_of_groups, expert_mesh, mesh_of_sizes, pretended_mesh
-from featurize.training.rank import ReplicatedRank
+from featurize.training.rank import ReplicatedRank, Streams
 from featurize.training.ranks import Ranks
 from featurize.training.sharding import shard
-from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 _lock = threading.RLock()  # groups and replacements are per process: one trace at a time

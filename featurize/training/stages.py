@@ -31,7 +31,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.skeleton import container_of
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
-from featurize.training.streams import SentNote, StepMoment, Streams
+from featurize.training.rank import SentNote, StepMoment, Streams
 from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:

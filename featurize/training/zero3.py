@@ -23,7 +23,7 @@ from featurize.job.layout import Zero
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from featurize.training.streams import OneStream, Streams
+from featurize.training.rank import OneStream, Streams
 from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of
 
 
