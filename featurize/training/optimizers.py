@@ -20,7 +20,7 @@ from conf.errors import EnvironmentProblem
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
 from featurize.operators.replacing import replaced
-from featurize.operators.tensor_parts import is_shared, mesh_of
+from featurize.operators.tensor_parts import is_shared, local_tensor, mesh_of, own_part
 
 _T = TypeVar("_T")
 LEARNING_RATE = 1e-3
@@ -230,6 +230,36 @@ class OptimizerOnHost(OwnOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.zero_grad(set_to_none=set_to_none)
+
+
+class LocalOptimizer(OwnOptimizer):
+    """Updates parts of parameters; reads and frees gradients where the wrapper leaves them.
+
+    Args:
+        parameters: Parameters of the wrapped model.
+        make: Returns an elementwise optimizer for given parameters.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self._pairs = [(p, nn.Parameter(local_tensor(p.detach()), requires_grad=p.requires_grad)) for p in parameters]
+        self.inner: list[torch.optim.Optimizer] = [make([own_copy for _, own_copy in self._pairs])]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, or fill them with zeros."""
+        for parameter, _ in self._pairs:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                local_tensor(parameter.grad).zero_()
+
+    def step(self) -> None:
+        for parameter, own_copy in self._pairs:
+            own_copy.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
+        run_step(self.inner[0])
+        for _, own_copy in self._pairs:
+            own_copy.grad = None
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:

@@ -32,6 +32,7 @@ from featurize.operators.torch_releases import allow_tf32
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, arguments, call, mapped, own_loss
 from featurize.training.optimizers import (
+    LocalOptimizer,
     MovingAverage,
     OptimizerInBackward,
     OptimizerOnHost,
@@ -227,8 +228,6 @@ class TrainingStep:
         elif settings.offload_optimizer:
             self.optimizer = OptimizerOnHost(model)
         elif elementwise and any(map(is_shared, self._parameters)):
-            from featurize.training.sharding import LocalOptimizer  # its imports are slow
-
             self.optimizer = LocalOptimizer(self._parameters, make)
         else:
             self.optimizer = make(self._parameters)
