@@ -457,7 +457,7 @@ def settings_of_ranks(layout: Parallel | None, settings: TrainingSettings) -> Tr
 
 
 def uses_tf32(precision: str) -> dict[str, bool]:
-    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.timing.calls`.
+    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.timing.kernels`.
 
     `tf32` allows it everywhere; PyTorch's default, `fp32`, for convolutions and recurrent layers only.
 

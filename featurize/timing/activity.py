@@ -17,9 +17,21 @@ import numpy as np
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
-from featurize.timing.calls import ATTENTION, CHANNELS, DEPTHWISE, GROUPS, PRODUCT, ROWS, STREAM, Calls
-from featurize.timing.packaged import packaged_parameters
-from featurize.timing.times import CORNER, Kernels, places_of, rates_of
+from featurize.timing.kernels import (
+    ATTENTION,
+    CHANNELS,
+    CORNER,
+    DEPTHWISE,
+    GROUPS,
+    PRODUCT,
+    ROWS,
+    STREAM,
+    Calls,
+    Kernels,
+    packaged_parameters,
+    places_of,
+    rates_of,
+)
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 _IDLE_CLOCK = 0.1  # share of the full clock: about the clock of idle GPUs

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, Interconnect
 from featurize.job.layout import OWN, Parallel
-from featurize.timing.packaged import packaged_parameters
+from featurize.timing.kernels import packaged_parameters
 
 # Kinds, by their names in traces.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"

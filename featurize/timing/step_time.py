@@ -34,24 +34,22 @@ from featurize.timing.activity import (
     step_work,
     under_limit,
 )
-from featurize.timing.calls import (
-    Calls,
-    KernelCall,
-    as_calls,
-    kernel_calls,
-    operator_kernels,
-)
-from featurize.timing.packaged import packaged_parameters
-from featurize.timing.times import (
+from featurize.timing.kernels import (
     GROUP_VALUES,
     SINGLE_VALUES,
     UNIT_VALUES,
+    Calls,
+    KernelCall,
     Parameters,
+    as_calls,
     call_seconds,
     framework_of,
     host_ms,
+    kernel_calls,
     kernels_on,
     machines_of,
+    operator_kernels,
+    packaged_parameters,
     traffic_s,
 )
 

@@ -42,8 +42,8 @@ from featurize.memory.allocator import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.recording.values import tensors_of
+from featurize.timing.kernels import precision_in_words
 from featurize.timing.overlap import SimulatedStep
-from featurize.timing.times import precision_in_words
 from learn.estimation.estimate_view import WHOLE, coverage_text, figures, legend, peak_text
 from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
 from learn.job.training_job import PIPELINE
@@ -387,7 +387,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 WORKS, WAITS = "k1", "k0"  # colour classes
-# Prefix of a kernel's kind, as `featurize.timing.calls` names it -> name in the chart. The first match counts.
+# Prefix of a kernel's kind, as `featurize.timing.kernels` names it -> name in the chart. The first match counts.
 _NAMES = {
     "product": "matrix products",
     "attention": "attention",

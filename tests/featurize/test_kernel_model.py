@@ -17,13 +17,18 @@ from featurize.families import family_names
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import Collective
 from featurize.timing.activity import KernelLoad, load_power, under_limit
-from featurize.timing.calls import (
+from featurize.timing.kernels import (
     FP32,
     PIPES,
     TENSOR,
     TF32,
+    HostTime,
     as_calls,
+    call_seconds,
+    framework_of,
+    host_ms,
     kernel_calls,
+    kernels_on,
     product,
     stream,
 )
@@ -36,7 +41,6 @@ from featurize.timing.step_time import (
     time_step,
     time_steps,
 )
-from featurize.timing.times import HostTime, call_seconds, framework_of, host_ms, kernels_on
 from featurize.trace.tracer import trace_config, trace_step
 from tests.family_cases import FAMILIES
 from tests.featurize.small_nets import dense
