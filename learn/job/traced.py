@@ -207,7 +207,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
 
     Objects that pickle cannot write (an open file, a lock, a weak reference) have no key: such a job is always traced.
     """
-    from featurize.operators import attention
+    from featurize.operators.cuda_policy import build_with_flash_attn
     from featurize.recording.skeleton import BuiltOnMeta, build_on_meta
 
     if job.key is not None or job.recorded is not None:
@@ -223,7 +223,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
             return None, build
         try:
             with kept_from_exit(), as_a_training_script():
-                model = attention.building(lambda: build_on_meta(job.build))
+                model = build_with_flash_attn(lambda: build_on_meta(job.build))
         except Exception:  # a factory may raise anything; it raises it again where it is traced
             return None, build
         if not isinstance(model, nn.Module):
