@@ -318,7 +318,7 @@ class TimedKernels:
     @functools.cached_property
     def features(self) -> list[dict[str, float]]:
         """The features of the kernels for a learner, a mapping for each GPU model; see
-        `featurize.timing.step_time.features`."""
+        `featurize.timing.simulation.features`."""
         calls, kernels = self.calls, self.on_device
         total = (calls.count * self.seconds).sum(axis=-1, keepdims=True)
         share = calls.count * self.seconds / np.where(total, total, 1.0)

@@ -23,6 +23,7 @@ from featurize.timing.kernels import packaged_parameters
 # Kinds, by their names in traces.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
 REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
+PIPELINE = "pp"  # axis of the messages between the stages of a pipeline
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = 0, 1  # places in the tables below
 # NCCL's estimates of bandwidth (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of

@@ -29,8 +29,8 @@ from featurize.operators.replacing import replaced
 from featurize.recording.skeleton import built_to_shorten, describe, empty_copy
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.recording.values import Inputs, named_tensors, tensors_of
-from featurize.timing.collectives import SEND
-from featurize.timing.pipeline_time import AXIS, noted_micro_batches, orders_of, schedule_class
+from featurize.timing.collectives import PIPELINE, SEND
+from featurize.timing.pipeline_orders import noted_micro_batches, orders_of, schedule_class
 from featurize.training.rank import Replica, Streams
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
@@ -138,7 +138,7 @@ def schedules_on_meta(streams: Streams) -> Iterator[None]:
             if isinstance(tensor, AsyncCollectiveTensor):  # the result of a collective
                 tensor = tensor.trigger_wait()
             if message.op is dist.isend:
-                streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
+                streams.send(SEND, tensor.nbytes, PIPELINE, asynchronous=True)
             else:
                 streams.name([tensor], COMMUNICATION)
             under_way.append(_Message(tensor))
@@ -276,7 +276,7 @@ class PipelineRank(ShardedRank):
         if parallel.replicates:
             self._replicas = [Replica(stage.model, self._streams, parallel, axis="ddp") for stage in self._stages]
         self.passes = self._repeated_passes((*tensors_of(inputs), *tensors_of(target)))
-        group = self._mesh.get_group(AXIS)
+        group = self._mesh.get_group(PIPELINE)
         replicas: Sequence[Replica | None] = self._replicas or [None] * len(self._stages)
         stages = [
             TracedStage(stage, number, self, group, replica)

@@ -89,12 +89,9 @@ class ShardedRank(ReplicatedRank):
         """Report to a recorder, and make attention cover the sequence of all ranks while entered."""
         context = super().attach(recorder)
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
-        # A group of all ranks has the name of the last mesh that it is part of.
-        axes = {
-            mesh.get_group(axis).group_name: axis
-            for mesh in (*others, self._mesh)
-            for axis in mesh.mesh_dim_names or ()
-        }
+        # A group of all ranks has the name of the first mesh that it is part of.
+        names = ((mesh, name) for mesh in (*others, self._mesh) for name in mesh.mesh_dim_names or ())
+        axes: dict[str, str] = {mesh.get_group(name).group_name: name for mesh, name in names}
         self._ranks = Ranks(self._streams, axes)
         recorder.among_ranks = self._ranks.ran
         return context if self._sequence is None else ring_attention(self._sequence, self.parallel)

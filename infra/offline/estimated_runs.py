@@ -24,7 +24,7 @@ from conf.reports.blocks import Table, table
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.memory.allocator import AllocatorSettings
-from featurize.timing.step_time import operator_costs
+from featurize.timing.simulation import operator_costs
 from infra.offline.results import CALLS, DATA
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
     from featurize.operators.library_calls import ConvolutionWorkspace, LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
     from learn.estimation.job_estimate import Estimate
 
 

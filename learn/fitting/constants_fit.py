@@ -41,7 +41,7 @@ from featurize.timing.activity import (
 )
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.timing.kernels import Calls, HostTime, call_seconds, host_ms, kernel_calls, kernels_on
-from featurize.timing.step_time import LearnedEfficiencies, overlap_times, timed_kernels
+from featurize.timing.simulation import LearnedEfficiencies, overlap_times, timed_kernels
 from learn.fitting.kernel_fit import (
     Descent,
     MeasuredActivity,

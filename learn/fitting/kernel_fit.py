@@ -52,7 +52,7 @@ from featurize.timing.kernels import (
     product,
     units_names,
 )
-from featurize.timing.step_time import OVERLAP, input_ms, overlap_times
+from featurize.timing.simulation import OVERLAP, input_ms, overlap_times
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
@@ -388,7 +388,7 @@ class TimeFit:
 
 
 def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
-    """Return `featurize.timing.step_time.overlap_times` of many steps; both arguments have a gradient at 0."""
+    """Return `featurize.timing.simulation.overlap_times` of many steps; both arguments have a gradient at 0."""
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 

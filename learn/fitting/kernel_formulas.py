@@ -31,7 +31,7 @@ from featurize.timing.kernels import (
     Calls,
     clock_ghz,
 )
-from featurize.timing.step_time import LearnedEfficiencies, load_efficiencies
+from featurize.timing.simulation import LearnedEfficiencies, load_efficiencies
 from learn.fitting.kernel_fit import (
     ALONE,
     INSTRUMENT_MS,

@@ -492,7 +492,7 @@ class TrainingJob:
 
     def loading_ms(self, trace: StepTrace) -> float:
         """Return the time in ms that a plain loop takes to load the batches of a step."""
-        from featurize.timing.step_time import input_ms
+        from featurize.timing.simulation import input_ms
 
         return input_ms(trace, self.batch_size, training_of(self.settings).accumulation)
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from uneven_net import BATCH, WIDTH, Block
 
 from featurize.job.layout import Parallel
-from featurize.timing.pipeline_time import schedule_class
+from featurize.timing.pipeline_orders import schedule_class
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import expert_mesh, shard_units, split_modules
 from featurize.training.training_step import Training, TrainingStep

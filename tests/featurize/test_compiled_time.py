@@ -11,7 +11,7 @@ from featurize.device.device_spec import load_device
 from featurize.recording.block_record import AUTOTUNED, GRAPHED
 from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
 from featurize.timing.kernels import packaged_hosts
-from featurize.timing.step_time import time_step
+from featurize.timing.simulation import time_step
 from featurize.training.training_step import Training
 from learn import estimate
 from learn.estimation.job_estimate import GRAPHS

@@ -16,7 +16,7 @@ from featurize.job.layout import Parallel
 from featurize.recording.compiled import in_pieces
 from featurize.recording.step_trace import Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
-from featurize.timing.step_time import delays_ms
+from featurize.timing.simulation import delays_ms
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Computes, Stack

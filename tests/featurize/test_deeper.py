@@ -9,7 +9,7 @@ from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
 from featurize.recording.skeleton import alike_blocks, built_to_shorten, with_blocks
 from featurize.recording.step_trace import deeper
-from featurize.timing.overlap import simulate
+from featurize.timing.simulation import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Stack

@@ -14,7 +14,7 @@ from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.operators.table import SCALED_PRODUCT
 from featurize.timing.kernels import FP8, TENSOR, as_calls, product
-from featurize.timing.step_time import load_efficiencies, timed_kernels
+from featurize.timing.simulation import load_efficiencies, timed_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
 from featurize.training.training_step import PRICED, Training

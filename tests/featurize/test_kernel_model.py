@@ -32,12 +32,12 @@ from featurize.timing.kernels import (
     product,
     stream,
 )
-from featurize.timing.overlap import simulate
-from featurize.timing.step_time import (
+from featurize.timing.simulation import (
     TimedStep,
     features,
     load_efficiencies,
     operator_costs,
+    simulate,
     time_step,
     time_steps,
 )

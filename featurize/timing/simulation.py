@@ -1,24 +1,40 @@
-"""The time of one training step on one GPU model, by kind of kernel, with its error on held-out steps.
+"""Simulated figures of a traced training step on a device: memory, time, utilization, power, and communication.
 
-Start reading at `time_step`. `operator_costs` sums its kernels by operator, `features` for a learner; `delays_ms`
-returns the delay of kernels by collectives, `input_ms` the time of the input pipeline of a plain training loop.
+Start reading at `simulate`, for one GPU or a rank that waits for others: `communication_of` returns the part of its
+communication that computation does not hide, `waits_of` that of a rank of a pipeline. `time_step` returns the time
+alone, with its error on held-out steps. `operator_costs` sums kernels by operator, `features` for a learner;
+`delays_ms` returns the delay of kernels by collectives, `input_ms` the time of the input pipeline of a plain training
+loop. Memory is `featurize.memory.replay`'s.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.job.training_settings import MEGATRON, TrainingSettings, uses_tf32
-from featurize.recording.step_trace import GATHERED, Collective, StepTrace
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import MEGATRON, Training, TrainingSettings, training_of, uses_tf32
+from featurize.memory.replay import MemoryProfile, outside_mib, replay
+from featurize.recording.step_trace import (
+    BUCKET,
+    COMMUNICATION,
+    GATHERED,
+    MASTER,
+    UNREDUCED,
+    Collective,
+    PipelinePart,
+    StepTrace,
+)
 from featurize.timing.activity import (
     CLASS_VALUES,
     CLASSES,
@@ -33,6 +49,15 @@ from featurize.timing.activity import (
     occupied_on,
     step_work,
     under_limit,
+)
+from featurize.timing.collectives import (
+    PIPELINE,
+    SEND,
+    collective_s,
+    communicators_mib,
+    fabric_of,
+    fabrics_of,
+    sent_bytes,
 )
 from featurize.timing.kernels import (
     GROUP_VALUES,
@@ -54,7 +79,210 @@ from featurize.timing.kernels import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
+    from featurize.timing.pipeline_orders import Compute, Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Communication between the ranks of a job in a step; zero for a job on one GPU.
+
+    busy_ms      time of the collectives themselves, one after another
+    exposed_ms   time by which they lengthen the step
+    bubble_ms    time in which a rank of a pipeline waits for stages that compute, even if messages took no time
+    sent_mib     kind of collective -> MiB that a rank sends
+    buffers_mib  memory of communication libraries outside the allocator
+    """
+
+    busy_ms: float = 0.0
+    exposed_ms: float = 0.0
+    bubble_ms: float = 0.0
+    sent_mib: Mapping[str, float] = field(default_factory=dict)
+    buffers_mib: float = 0.0
+
+    @property
+    def waits_ms(self) -> float:
+        """Time that a rank waits for others, in ms."""
+        return self.exposed_ms + self.bubble_ms
+
+
+_OF_RANKS = {
+    "gathered parameters": GATHERED,
+    "unreduced gradients": UNREDUCED,
+    "communication buffers": COMMUNICATION,
+    "gradient buckets": BUCKET,
+    "master weights": MASTER,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """A traced step on one GPU model: its replay, its time, and a rank's waiting time. MiB, ms, W; ratios in [0, 1].
+    Memory is the need, even where it does not fit.
+
+    process_mib  the process's memory outside the allocator; others_mib: memory of other processes on the card
+    of_ranks     number of a rank of a pipeline -> its memory; for the first one of each kind
+    """
+
+    trace: StepTrace
+    spec: DeviceSpec
+    memory: MemoryProfile
+    timed: TimedStep
+    process_mib: float
+    others_mib: float = 0.0
+    communication: Communication = field(default_factory=Communication)
+    of_ranks: Mapping[int, MemoryProfile] = field(default_factory=dict)
+
+    @property
+    def peak_allocated_mib(self) -> float:
+        """Memory of live blocks, rounded to 512 bytes."""
+        return self.memory.peak_allocated / MIB
+
+    @property
+    def peak_reserved_mib(self) -> float:
+        """Memory of the caching allocator's segments."""
+        return self.memory.peak_reserved / MIB
+
+    @property
+    def peak_memory_mib(self) -> float:
+        """The whole card's memory."""
+        return self.peak_reserved_mib + (self.process_mib + self.others_mib + self.communication.buffers_mib)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the step fits; if not, it ends as `oom`."""
+        return self.memory.fits and (not self.communication.buffers_mib or self.peak_memory_mib <= self.spec.memory_mib)
+
+    @functools.cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Part -> MiB at the peak; the parts sum to `peak_memory_mib`. `fragmentation` is the allocator's reserved
+        memory at its peak without the live tensors' own bytes, with their rounding. Memory of other processes, of
+        communication libraries and of wrappers of several ranks are parts only where they are not zero."""
+        live = {kind: nbytes / MIB for kind, nbytes in self.memory.peak_parts.items()}
+        outside = {"communication": self.communication.buffers_mib, "other users": self.others_mib}
+        return {
+            "parameters": live["parameter"],
+            "gradients": live["gradient"],
+            **{name: live[kind] for name, kind in _OF_RANKS.items() if kind in live},
+            "optimizer state": live["optimizer_state"],
+            "activations": live["activation"],
+            "temporaries": live["temporary"],
+            "buffers and batch": live["buffer"] + live["batch"],
+            "workspace": live["workspace"],
+            "fragmentation": self.peak_reserved_mib - sum(live.values()),
+            "context": self.process_mib,
+            **{name: mib for name, mib in outside.items() if mib},
+        }
+
+    @property
+    def step_time_ms(self) -> float:
+        """The step's time in ms, with waits for other ranks."""
+        return self.timed.step_time_ms + self.communication.waits_ms
+
+    @property
+    def step_time_upper_ms(self) -> float:
+        """Bound in ms that 90 of 100 measured steps stay below."""
+        return self.timed.upper_ms() + self.communication.waits_ms
+
+    @property
+    def bound_by(self) -> str:
+        """Return the longest part of the step: `gpu`, `host`, `input` or `communication`."""
+        return "communication" if self.communication.exposed_ms > self.timed.step_time_ms else self.timed.bound_by
+
+    @property
+    def activity(self) -> StepActivity:
+        """Return the step's activity. Its units are assumed to be idle while a rank waits for others."""
+        if not self.communication.waits_ms:
+            return self.timed.activity
+        share = self.timed.step_time_ms / self.step_time_ms
+        ratios = {name: ratio * share for name, ratio in vars(self.timed.activity).items()}
+        idle_w = self.spec.idle_power_w
+        return StepActivity(**{**ratios, "power_w": idle_w + (self.timed.activity.power_w - idle_w) * share})
+
+    def figure(self, column: str) -> float:
+        """Return the figure of a column of `runs`: the activity's, else the step's own."""
+        return float(getattr(self.activity if hasattr(self.activity, column) else self, column))
+
+
+def simulate(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings | None = None,
+    *,
+    layout: Parallel | None = None,
+    memory: MemoryProfile | None = None,
+) -> SimulatedStep:
+    """Price a traced step on one GPU model, on the machine of its description. `settings` are the trace's own, fp32 by
+    default: operators on fp32 tensors run in TF32 where the precision allows it. With the `layout` of a job on several
+    GPUs, the step is a rank's. `memory` is an existing replay.
+
+    Raises:
+        UsageError: The GPU model's description lacks the interconnect that the layout needs.
+    """
+    settings = settings or Training()
+    return SimulatedStep(
+        trace=trace,
+        spec=spec,
+        memory=memory or replay(trace, spec, cudnn_benchmark=settings.cudnn_benchmark),
+        timed=time_step(trace, spec, settings),
+        process_mib=outside_mib(trace, spec),
+        communication=Communication() if layout is None else communication_of(trace, spec, settings, layout),
+    )
+
+
+def communication_of(
+    trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel
+) -> Communication:
+    """Return a traced step's communication, which is the same in any loop.
+
+    A collective runs beside the kernels on its own stream, from the moment its tensor is complete, and slows no kernel.
+    Contention for the GPU and its memory is ignored. The host launches on while kernels wait: in a step that it bounds,
+    they wait within its time.
+
+    Args:
+        trace: A job's step on several GPUs.
+        spec: The GPU model.
+        settings: The trace's training settings.
+        parallel: The job's layout.
+    """
+    axes = [collective.axis for collective in trace.collectives]
+    fabrics = fabrics_of(spec, parallel, axes)
+    lasts_ms = [
+        collective_s(collective.kind, collective.nbytes, fabrics[collective.axis]) * 1e3
+        for collective in trace.collectives
+    ]
+    sent_mib: dict[str, float] = defaultdict(float)
+    for collective in trace.collectives:
+        sent_mib[collective.kind] += (
+            sent_bytes(collective.kind, collective.nbytes, fabrics[collective.axis].ranks) / MIB
+        )
+    communication = Communication(
+        busy_ms=sum(lasts_ms), sent_mib=dict(sent_mib), buffers_mib=communicators_mib(spec, parallel, axes)
+    )
+    of_rank = time_step(trace, spec, settings)
+    if trace.pipeline is not None and trace.pipeline.groups:
+        exposed_ms, bubble_ms = waits_of(trace.pipeline, spec, settings, parallel, of_rank.step_time_ms)
+        return replace(communication, exposed_ms=exposed_ms, bubble_ms=bubble_ms)
+    delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, of_rank.busy_ms))
+    late_ms = delays[-1][1] if delays else 0.0
+    waits_ms = overlap_times(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlap_times(
+        of_rank.busy_ms, of_rank.host_ms
+    )
+    return replace(communication, exposed_ms=waits_ms)
+
+
+def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
+    """Return the trace of each rank of `pp`, by its number; without a pipeline, that of rank 0 alone."""
+    if trace.pipeline is None:
+        return {0: trace}
+    groups = trace.pipeline.groups
+    traces = {
+        rank: replace(group.trace, pipeline=replace(group.trace.pipeline, groups=groups))
+        for group in groups
+        if group.trace.pipeline is not None
+        for rank in group.ranks
+    }
+    return dict(sorted(traces.items()))
+
 
 VERSION = 2
 OVERLAP = 6  # sharpness of the maximum of GPU and host time
@@ -325,7 +553,7 @@ def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, obj
     return json.dumps(content, indent=1) + "\n"
 
 
-def _round(values: ArrayLike) -> Any:
+def _round(values: Any) -> Any:
     return np.round(np.asarray(values, dtype=float), 4).tolist()
 
 
@@ -445,3 +673,100 @@ def python_loader_ms(samples: int, nbytes: int) -> float:
     the steps. Fitted on one machine: a first guess for others.
     """
     return 1.45 + 1.0e-3 * samples + 0.36e-6 * nbytes
+
+
+_BEFORE, _AFTER = ("before", 0, 0, 0), ("after", 0, 0, 0)  # the parts before and after the schedule's passes
+
+
+# Milliseconds of each part of a rank's step: by phase, number of the stage on its rank, micro-batch, and run of the
+# schedule.
+_Lasting: TypeAlias = dict[tuple[str, int, int, int], float]
+
+
+def waits_of(
+    part: PipelinePart, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
+) -> tuple[float, float]:
+    """Return `exposed_ms` and `bubble_ms` of one rank.
+
+    All passes of the schedule are put into their order on all ranks. The bubble is the waiting time if messages and
+    collectives took no time.
+
+    Args:
+        part: The rank's part, with the traces of all ranks.
+        spec: The GPU model.
+        settings: The traces' training settings.
+        parallel: The job's layout.
+        step_ms: The rank's own step, without any waiting.
+    """
+    from featurize.timing.pipeline_orders import finished_ms, orders_of  # its imports take a second
+
+    alone: dict[int, _Lasting] = {}  # each rank's durations
+    waiting: dict[int, _Lasting] = {}  # each rank's durations with waits for collectives
+    for group in part.groups:
+        timed = _time_passes(group.trace, spec, settings, parallel)
+        for of_rank, lasting in zip((alone, waiting), timed, strict=True):
+            of_rank.update(dict.fromkeys(group.ranks, lasting))
+    moves_ms = _moves_ms(part.sent, spec, parallel)
+
+    def pass_ms(of_rank: Mapping[int, _Lasting], run: int, computed: Compute) -> float:
+        number, rank = divmod(computed.stage, parallel.degrees.pp)
+        return of_rank[rank][computed.phase, number, computed.micro_batch, run]
+
+    def message_ms(message: Message) -> float:
+        return moves_ms[message.stage - 1 if message.phase == "forward" else message.stage]
+
+    def end_ms(of_rank: Mapping[int, _Lasting], message_ms: Callable[[Message], float]) -> float:
+        ends = [of_rank[rank][_BEFORE] for rank in range(parallel.degrees.pp)]
+        for run in range(training_of(settings).accumulation):
+            ends = finished_ms(orders_of(parallel), functools.partial(pass_ms, of_rank, run), message_ms, ends)
+        return max(end + of_rank[rank][_AFTER] for rank, end in enumerate(ends))
+
+    computed_ms = end_ms(alone, lambda _: 0.0)
+    return max(end_ms(waiting, message_ms) - computed_ms, 0.0), max(computed_ms - step_ms, 0.0)
+
+
+def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
+    part = trace.pipeline
+    assert part is not None and part.passes, "a rank of a pipeline"
+    step = time_step(trace, spec, settings)
+    begins = begin_moments_ms(trace, spec, settings, step.busy_ms)
+    collectives = [collective for collective in trace.collectives if collective.axis != PIPELINE]
+    fabrics = fabrics_of(spec, parallel, [collective.axis for collective in collectives])
+    lasts = [
+        collective_s(collective.kind, collective.nbytes, fabrics[collective.axis]) * 1e3 for collective in collectives
+    ]
+    delays = delays_ms(collectives, lasts, begins)
+    moments = [moment for moment, _ in delays]
+
+    def late(moment: int) -> float:
+        place = bisect.bisect_right(moments, moment)
+        return delays[place - 1][1] if place else 0.0
+
+    # A rank's pass continues until its next one begins.
+    runs: Counter[tuple[str, int, int]] = Counter()
+    keys = [_BEFORE]
+    for part_pass in part.passes:
+        key = part_pass.phase, part_pass.stage // parallel.degrees.pp, part_pass.micro_batch
+        keys.append((*key, runs[key]))
+        runs[key] += 1
+    keys.append(_AFTER)
+    edges = [0, *(part_pass.begin for part_pass in part.passes), part.end, len(begins) - 1]
+    waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
+    lasting = []
+    for ends_ms in ([begins[edge] for edge in edges], waiting):
+        # The host launches at the same time: moments of the GPU's own time are scaled to the step's.
+        slower = overlap_times(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
+        lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
+        lasting.append(dict(zip(keys, lasts_ms, strict=True)))
+    return lasting
+
+
+def _moves_ms(sent: Sequence[int], spec: DeviceSpec, parallel: Parallel) -> list[float]:
+    """Return the duration in ms of a message from each stage to the next one, and back."""
+    fabric, times = replace(fabric_of(spec, parallel), ranks=2), []
+    for stage, nbytes in enumerate(sent):
+        firsts = [number % parallel.degrees.pp * parallel.of_stage for number in (stage, stage + 1)]
+        ends = [(first, first + parallel.of_stage - 1) for first in firsts]
+        nodes = [{rank // parallel.cluster.gpus_per_node for rank in pair} for pair in zip(*ends, strict=True)]
+        times.append(collective_s(SEND, nbytes, replace(fabric, nodes=max(map(len, nodes)))) * 1e3)
+    return times
