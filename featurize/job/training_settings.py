@@ -33,7 +33,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "loop")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Properties of an optimizer that are known before `featurize.training.optimizers` makes it.
+    """Properties of an optimizer that are known before `featurize.training.training_step` makes it.
 
     states: number of float32 tensors of its parameter's size that it keeps on the device.
     implementations: torch's implementations that it has.

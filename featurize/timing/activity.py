@@ -454,11 +454,6 @@ class StepWork:
     above_idle_j: float
     idle_w: float
 
-    def activity_in(self, step_s: float) -> StepActivity:
-        """Return the activity of a step that takes `step_s` seconds as a whole."""
-        ratios = {name: min(1.0, max(0.0, seconds / step_s)) for name, seconds in self.active_s.items()}
-        return StepActivity(**ratios, power_w=self.idle_w + self.above_idle_j / step_s)
-
 
 def step_work(timed: TimedKernels, learned: ActivityParameters) -> list[StepWork]:
     """Return the work of a step's kernels on each GPU model."""

@@ -215,7 +215,8 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> float:
-    """Return NCCL's memory on each GPU, in MiB: a communicator for each of its groups.
+    """Return NCCL's memory on each GPU, outside PyTorch's allocator, in MiB: a communicator for each of its groups.
+    AMD's RCCL is assumed to keep the same.
 
     Args:
         spec: The GPU model.
@@ -227,7 +228,8 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
     of_mesh = () if parallel.degrees.own > 1 else parallel.groups
     names = {*of_mesh, *(axis or all_ranks for axis in axes)} or {all_ranks}
     fabrics = fabrics_of(spec, parallel, names)
-    return sum(communicator_mib(fabrics[name]) for name in sorted(names))
+    channels = (int(fabrics[name].node_gb_s / _CHANNEL_GB_S) for name in names)
+    return sum(min(max(count, _FEWEST), _MOST) for count in channels) * _CONNECTIONS * _CONNECTION_MIB
 
 
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
@@ -257,13 +259,6 @@ def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
     if kind == SEND:
         return nbytes if ranks > 1 else 0.0
     return nbytes * ((2 if kind == ALL_REDUCE else 1) * ((ranks - 1) / ranks))
-
-
-def communicator_mib(fabric: Fabric) -> float:
-    """Return the memory of NCCL's communicator on each GPU, outside PyTorch's allocator, in MiB. AMD's RCCL is assumed
-    to keep the same."""
-    channels = min(max(int(fabric.node_gb_s / _CHANNEL_GB_S), _FEWEST), _MOST)
-    return channels * _CONNECTIONS * _CONNECTION_MIB
 
 
 def _reduction_s(nbytes: float, fabric: Fabric, rounds: int) -> float:

@@ -738,11 +738,6 @@ def _passes(calls: Calls) -> float:
     return float(calls.count[np.array(normalized) & (calls.batch == 1)].sum()) if normalized else 0.0
 
 
-def machines_of(framework: str) -> float:
-    """Return the factor by which the host of 9 of 10 machines takes at most longer."""
-    return 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
-
-
 _TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands that differ from the result's
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 

@@ -86,16 +86,12 @@ def finished_ms(
     return now
 
 
-_CLASSES = {
+# Order of a layout -> PyTorch's class of its schedule.
+SCHEDULES = {
     GPIPE: schedules.ScheduleGPipe,
     ONE_F_ONE_B: schedules.Schedule1F1B,
     INTERLEAVED: schedules.ScheduleInterleaved1F1B,
 }
-
-
-def schedule_class(parallel: Parallel) -> type:
-    """Return PyTorch's class of a layout's schedule."""
-    return _CLASSES[parallel.order]
 
 
 def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
@@ -113,7 +109,7 @@ def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[I
         stages = [_BlankStage(items, ranks, ranks * parts, number) for number in range(rank, ranks * parts, ranks)]
         if run is None:
             given = cast(Any, stages if parts > 1 else stages[0])
-            run = _CLASSES[schedule](given, chunks, loss_fn=lambda *_: None)
+            run = SCHEDULES[schedule](given, chunks, loss_fn=lambda *_: None)
         vars(run).update(_stages=stages, rank=rank) if parts > 1 else vars(run).update(_stage=stages[0])
         with _noting(items):
             run._step_microbatches(target_mbs=[None] * chunks, return_outputs=False)
@@ -146,24 +142,21 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
 
 @contextmanager
 def _noting(items: list[Item]) -> Iterator[None]:
-    def in_transit(messages: tuple[Message, ...]) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: items.append(Exchange(messages, waits=True)))
-
     def batched(messages: Sequence[Message], desc: str | None = None) -> list[SimpleNamespace]:
         """Post as PyTorch does: messages of one direction one by one, others together."""
         both_directions = len(messages) > 1 and len({message.sends for message in messages}) == 2
         groups = [tuple(messages)] if both_directions else [(message,) for message in messages]
         items.extend(Exchange(group, waits=False) for group in groups)
-        return list(map(in_transit, groups))
+        waits = (functools.partial(items.append, Exchange(group, waits=True)) for group in groups)
+        return [SimpleNamespace(wait=wait) for wait in waits]
 
     def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[SimpleNamespace]]:
         return {0: batched(messages)} if messages else {}
 
-    ready = lambda *_args, **_kwargs: (True, True)  # noqa: E731
     with (
         replaced(schedules, "_batch_p2p", batched),
         replaced(schedules, "_sorted_batch_p2p", by_peer),
-        replaced(schedules._PipelineSchedule, "_initialize_pp_stages", ready),
+        replaced(schedules._PipelineSchedule, "_initialize_pp_stages", lambda *_, **__: (True, True)),
     ):
         yield
 

@@ -23,7 +23,7 @@ import numpy as np
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import MEGATRON, Training, TrainingSettings, training_of, uses_tf32
+from featurize.job.training_settings import GRAPHS, MEGATRON, Training, TrainingSettings, training_of, uses_tf32
 from featurize.memory.replay import MemoryProfile, outside_mib, replay
 from featurize.recording.step_trace import (
     BUCKET,
@@ -72,8 +72,8 @@ from featurize.timing.kernels import (
     host_ms,
     kernel_calls,
     kernels_on,
-    machines_of,
     operator_kernels,
+    packaged_hosts,
     packaged_parameters,
     traffic_s,
 )
@@ -341,7 +341,9 @@ class TimedStep:
     @functools.cached_property
     def activity(self) -> StepActivity:
         """The step's activity."""
-        return self.work.activity_in(self.step_time_ms * 1e-3)
+        step_s = self.step_time_ms * 1e-3
+        ratios = {name: min(1.0, max(0.0, seconds / step_s)) for name, seconds in self.work.active_s.items()}
+        return StepActivity(**ratios, power_w=self.work.idle_w + self.work.above_idle_j / step_s)
 
     @property
     def by_kind_ms(self) -> dict[str, float]:
@@ -434,7 +436,7 @@ def _time_on(
     if gathers and framework != MEGATRON:
         timed = replace(timed, seconds=timed.seconds * learned.sharded)
     all_busy_ms = (calls.count * timed.seconds * 1e3).sum(axis=-1).tolist()
-    machines = machines_of(framework)
+    machines = 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
     works = step_work(timed, learned.activity)
     for row, (spec, work, busy_ms) in enumerate(zip(specs, works, all_busy_ms, strict=True)):
         launching_ms = host_ms(calls, spec, framework)
@@ -514,17 +516,16 @@ def read_efficiencies(content: Mapping[str, Any]) -> LearnedEfficiencies:
         single={name: float(content["single"][name]) for name in SINGLE_VALUES},
     )
     of_activity = content["activity"]
-    activity = ActivityParameters(
-        by_class={
-            name: np.array([float(of_activity[name][class_name]) for class_name in CLASSES]) for name in CLASS_VALUES
-        },
-        single={name: float(of_activity[name]) for name in STEP_VALUES},
-    )
-    quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
-    sharded = float(content["sharded"])
-    fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
+    of_classes = {name: [float(of_activity[name][class_name]) for class_name in CLASSES] for name in CLASS_VALUES}
     return LearnedEfficiencies(
-        parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
+        parameters=parameters,
+        activity=ActivityParameters(
+            by_class={name: np.array(values) for name, values in of_classes.items()},
+            single={name: float(of_activity[name]) for name in STEP_VALUES},
+        ),
+        error_quantiles={float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()},
+        fitted_on={str(source): int(rows) for source, rows in content["fitted_on"].items()},
+        sharded=float(content["sharded"]),
     )
 
 

@@ -47,7 +47,6 @@ from featurize.recording.values import (
 from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.trace_cache import State
-from featurize.training.optimizers import state_tensors
 from featurize.training.rank import Rank, ReplicatedRank
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import (
@@ -56,6 +55,7 @@ from featurize.training.training_step import (
     TrainingStep,
     multiplies_8_bits,
     require_8_bits,
+    state_tensors,
     targets_for,
 )
 

@@ -30,7 +30,7 @@ from featurize.recording.skeleton import built_to_shorten, describe, empty_copy
 from featurize.recording.step_trace import COMMUNICATION, PipelinePart, RanksAlike, StagePass, StepTrace
 from featurize.recording.values import Inputs, named_tensors, tensors_of
 from featurize.timing.collectives import PIPELINE, SEND
-from featurize.timing.pipeline_orders import noted_micro_batches, orders_of, schedule_class
+from featurize.timing.pipeline_orders import SCHEDULES, noted_micro_batches, orders_of
 from featurize.training.rank import Replica, Streams
 from featurize.training.sharded_rank import ShardedRank, ShardStates
 from featurize.training.sharding import DTYPES, shard_units, split_modules, units
@@ -294,7 +294,7 @@ class PipelineRank(ShardedRank):
 
             return stages[-1].run(LOSS, compute)[0]
 
-        self._schedule = schedule_class(parallel)(
+        self._schedule = SCHEDULES[parallel.order](
             stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
         )
         self._targets = torch.empty(parallel.chunks, device="meta") if is_undivided else target
