@@ -52,8 +52,7 @@ def as_on_cuda(
     `assume` is called with each assumption about values that only a real step computes, `attends` with the width of a
     head for each call of attention."""
     with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
-        attention_now = F.scaled_dot_product_attention
-        attend = functools.partial(scaled_dot_product, attention_now, autocast, kernels, attends)
+        attend = functools.partial(scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
         changes = (
             *detection_as_trained(autocast, assume),
             *as_installed(),
@@ -181,8 +180,7 @@ def _grouped_product(
     dtype = out_dtype or mat_a.dtype
     step = 16 // dtype.itemsize
     width = -(-columns // step) * step
-    strides = (rows * width, width, 1)[-len(size) :]
-    return torch.empty_strided(size, strides, dtype=dtype, device="meta")
+    return torch.empty_strided(size, (rows * width, width, 1)[-len(size) :], dtype=dtype, device="meta")
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:

@@ -186,8 +186,7 @@ class _LinearCrossEntropy(Function):
         budget: int,
     ) -> Tensor:
         rows, width = x.shape
-        classes = weight.shape[0]
-        parts = -(-classes // (budget * width))
+        parts = -(-weight.shape[0] // (budget * width))
         step = min(1 << (-(-rows // parts) - 1).bit_length(), rows)
         trained = [_sums(weight, sums), _sums(bias, sums)]
         of_x = torch.zeros_like(x)
@@ -351,8 +350,9 @@ class Linear4Bit(_Quantized):
             scales = stored
             if outer is not None and offset is not None:
                 scales = OPS.dequantize_scales(stored, outer).add_(offset)
-            shape = (self.out_features, self.in_features)
-            return OPS.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
+            return OPS.dequantize_4bit(packed, scales, (self.out_features, self.in_features), self.weight_dtype).to(
+                dtype
+            )
 
         return dequantize
 

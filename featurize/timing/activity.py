@@ -405,8 +405,7 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | tuple[DeviceS
     in_group = {name: calls.group == GROUPS.index(name) for name in (STREAM, DEPTHWISE, ATTENTION)}
     stream, attention = in_group[STREAM] | in_group[DEPTHWISE], in_group[ATTENTION]
     filled, blocks, tile_warps = _tiles(calls, kernels, sms, tensor)
-    of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
-    blocks = np.where(attention, of_attention, blocks)
+    blocks = np.where(attention, calls.batch * np.ceil(calls.rows / ATTENTION_ROWS), blocks)
     waves = np.maximum(np.ceil(blocks / sms), 1.0)
     filled = np.where(attention, blocks / (waves * sms), filled)
     work = np.where(stream, calls.rows * np.where(in_group[DEPTHWISE], calls.batch, 1.0), 1.0)

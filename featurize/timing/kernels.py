@@ -339,8 +339,7 @@ def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     steps = max(1, rows // max(1, samples)) * layers
     size = 2 if op.dtype in HALF else 4
     nbytes = size * (rows * (gates + hidden) + gates * hidden)
-    step = product(samples, gates, hidden, 1, pipe, size * (samples * (gates + hidden) + gates * hidden))
-    yield step, steps
+    yield product(samples, gates, hidden, 1, pipe, size * (samples * (gates + hidden) + gates * hidden)), steps
     yield stream("elementwise", size * samples * (gates + 3 * hidden), samples * gates), steps
     yield product(rows, gates, hidden, 1, pipe, nbytes), layers
     if "backward" in op.name:

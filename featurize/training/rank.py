@@ -31,10 +31,8 @@ from featurize.recording.values import Inputs, tensors_of
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
 from featurize.training.training_step import TrainingStep
 
-_ONE_BUCKET = (sys.maxsize,)
 _BROADCAST_LIMITS = (250 * MIB,)  # broadcast_bucket_size of torch/nn/parallel/distributed.py
 _FIRST_MIB, _LATER_MIB = 1, 25  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes, ...BytesCap
-_IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: kMaxInFlight)
 
 
 class Rank:
@@ -194,14 +192,14 @@ class Replica:
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
         self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
         with self._recorder, torch.no_grad():
-            # The first rank's state is sent in flat copies, a few at a time.
-            in_flight: deque[Tensor] = deque(maxlen=_IN_FLIGHT)
+            # The first rank's state is sent in flat copies, two at a time (c10d/comm.cpp: kMaxInFlight).
+            in_flight: deque[Tensor] = deque(maxlen=2)
             parts = [local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]
             for members in _assign_buckets(parts, _BROADCAST_LIMITS):
                 in_flight.append(_flat(members))
             in_flight.clear()
             # In reverse order of the parameters, which is about the order in which gradients are completed.
-            limits = _ONE_BUCKET if self._rebuilds else self.limits
+            limits = (sys.maxsize,) if self._rebuilds else self.limits
             self._fill(_assign_buckets(self._parameters, limits)[::-1])
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
@@ -441,8 +439,7 @@ class Streams:
 
     def moment(self) -> StepMoment:
         """Return the present moment of the step."""
-        waits = [(stream.after, dict(stream.waited_for)) for stream in self._all]
-        return StepMoment(self.now(), len(self.sent), waits)
+        return StepMoment(self.now(), len(self.sent), [(stream.after, dict(stream.waited_for)) for stream in self._all])
 
     def repeat(self, sent: Sequence[SentNote], began: StepMoment, ended: StepMoment) -> None:
         """Note that what happened between two moments happens again, from the present one.

@@ -55,8 +55,6 @@ from featurize.training.ranks import Ranks
 from featurize.training.sharding import expert_mesh, mesh_of_sizes, real_tensors, shard
 from featurize.training.training_step import TrainingStep
 
-_FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)
-_FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's groups are smaller
 _lock = threading.RLock()  # groups and replacements are per process: one trace at a time
 
 
@@ -166,7 +164,7 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
         "_pg_backend_config": {},
         "_tags_to_pg": {},
         "_pg_to_tag": {},
-        "_group_count": _FIRST_NAME,
+        "_group_count": 1 << 30,  # names of groups are numbers; those of the caller's groups are smaller
         "_world": distributed_c10d._World(),
         "_backend": distributed_c10d._backend,
         "_default_pg_init_method": distributed_c10d._default_pg_init_method,
@@ -179,7 +177,8 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
         # Finally, this process gets the rank of its own group back.
         stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
         stack.enter_context(all_replaced(changes))
-        distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
+        # The backend that sends nothing.
+        distributed_c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
         try:
             with real_tensors():
                 mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
@@ -221,8 +220,7 @@ _ATTENTION = "scaled_dot_product_attention"
 def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks that share a batch's sequence with this one. Every rank of the job has to call it."""
     cp, tp = parallel.degrees.cp, parallel.degrees.tp
-    sizes = {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp}
-    return mesh_of_sizes(mesh, sizes)["cp"]
+    return mesh_of_sizes(mesh, {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp})["cp"]
 
 
 @contextlib.contextmanager

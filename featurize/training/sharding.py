@@ -370,8 +370,7 @@ OF_PARAMETERS: Mapping[str, int] = {"colwise": -2, "packed_colwise": -2, "rowwis
 def rules_of_experts(plan: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Return the rules of a plan that apply to experts, path of their module -> name of a parameter -> style, and the
     other rules."""
-    paths = [path for path, style in plan.items() if style == STYLE]
-    of_experts: dict[str, dict[str, str]] = {path: {} for path in paths}
+    of_experts: dict[str, dict[str, str]] = {path: {} for path, style in plan.items() if style == STYLE}
     others = {}
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")

@@ -327,8 +327,7 @@ class Stage:
                 if parameter is not None and not survey.uses[id(parameter)] & own_places:
                     del module._parameters[name]
                     vars(module)[name] = parameter.detach()
-        replaced_names = ("_forward_pre_hooks", "_forward_hooks", "forward")
-        self._own = {name: getattr(model, name) for name in replaced_names}
+        self._own = {name: getattr(model, name) for name in ("_forward_pre_hooks", "_forward_hooks", "forward")}
         self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these apply to the stage
         vars(model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 

@@ -412,8 +412,7 @@ class SharedParameters:
             shared, place = self._to_come.popleft()
             self._fetched_for[shared] = place
             visited.add(shared)
-        room = self._zero.stage3_max_live_parameters - self._gathered
-        most = min(room, self._zero.stage3_prefetch_bucket_size)
+        most = min(self._zero.stage3_max_live_parameters - self._gathered, self._zero.stage3_prefetch_bucket_size)
         ahead: list[Shared] = []
         elements = 0
         while self._to_come and elements < most:
