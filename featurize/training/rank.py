@@ -546,7 +546,7 @@ class OneStream:
         return event
 
     def synchronize(self) -> None:
-        pass
+        """Return at once: no work takes time."""
 
 
 class StreamMoment:

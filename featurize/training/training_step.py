@@ -544,9 +544,11 @@ class OwnOptimizer:
         """State by parameter, as torch's optimizers have it."""
         return {parameter: state for optimizer in self.inner for parameter, state in optimizer.state.items()}
 
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients, or fill them with zeros."""
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Update the parameters."""
 
 
 class OptimizerInBackward(OwnOptimizer):
