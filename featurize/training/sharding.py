@@ -120,7 +120,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         model: The model, before its optimizer is made.
         parallel: The degrees and FSDP2's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        experts: Result of `featurize.training.sharding.expert_mesh`, with `ep`.
+        experts: Result of `expert_mesh`, with `ep`.
 
     Raises:
         UsageError: No module is of a class in `wrap`, or the plan or `ep` does not fit the model.
@@ -141,7 +141,7 @@ def split_modules(
         model, parallel, mesh, experts: As in `shard`.
 
     Returns:
-        Modules with the experts of each mixture, as from `featurize.training.sharding.divide_experts`.
+        Modules with the experts of each mixture, as from `divide_experts`.
     """
     if parallel.degrees.tp > 1:
         apply_plan(model, parallel.tensor.tp_plan, mesh["tp"], whole_experts=parallel.degrees.ep > 1)

@@ -355,9 +355,8 @@ def convert_float8(
             f"float8={recipe}: the model has no linear layer to convert: both sizes are multiples of {_MULTIPLE}, and "
             "the output layer stays unless float8_skip=[] says otherwise"
         )
-    config = package.Float8LinearConfig.from_recipe_name(recipe)
-    if all_gather:
-        config = package.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    kind = package.Float8LinearConfig
+    config = kind(enable_fsdp_float8_all_gather=True) if all_gather else kind.from_recipe_name(recipe)
     package.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
 
 
