@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, TrainingSettings, training_of, uses_tf32
 from featurize.operators.table import ATTENTION as FUSED_ATTENTION
 from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, PRODUCTS, SCALED_PRODUCT, attention_call, kernel_kind
-from featurize.recording.step_trace import Operator, StepTrace
+
+if TYPE_CHECKING:
+    from featurize.recording.step_trace import Operator, StepTrace
 
 HALF = ("float16", "bfloat16")
 FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
