@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
 from conf.errors import CommandError, UsageError, error_line, print_lines
+from farm.dispatch.dispatcher import EXIT_ALL_FAILED
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import EXIT_ALL_FAILED
 from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.plan import choice_lines, environment_now, machine_of, make_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from conf.cli.command_line import command
+from farm.dispatch.dispatcher import follow_hint, work
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import follow_hint, work
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models
 from farm.submission.submitting import (

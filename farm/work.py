@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, group, key, section
+from farm.dispatch.dispatcher import work
 from farm.dispatch.monitoring import LogSettings, MetricsSettings, Service
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import work
 from farm.queue.jobs import Queue
 from featurize.job.code_names import trust_key
 from warehouse.files.folder import DataFolder

@@ -21,7 +21,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, command, load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.plain_text import count_of
-from farm.dispatch.working import work
+from farm.dispatch.dispatcher import work
 from farm.queue.jobs import Queue
 from farm.submission.submitting import SubmitSettings, require_gpus, submit
 from featurize.configs.dimensions import Choice, Range, Space, default_space, own_space

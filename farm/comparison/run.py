@@ -34,9 +34,8 @@ from farm.comparison.pairs import (
     side_of,
 )
 from farm.comparison.traced_operators import FIGURES
-from farm.dispatch.dispatcher import StopRequest
+from farm.dispatch.dispatcher import StopRequest, run_job
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models
 from farm.submission.submitting import SampledSettings, SubmitSettings, submit

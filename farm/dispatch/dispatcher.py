@@ -1,46 +1,376 @@
 """The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
-Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done
-only after its run is durable in the warehouse. Everything that a worker sends passes through `accept`, which turns it
-into a run that can land.
+Start reading at `work`, which runs the queue of a data folder, device after device, and at `Dispatcher.run`. One
+dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done only after its run is durable in the
+warehouse. Everything that a worker sends passes through `accept`, which turns it into a run that can land.
+`failed_jobs` lists the jobs whose every trial failed; out of memory is a measured outcome, not a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import json
 import os
+import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import pyarrow as pa
-
-from conf.errors import safe_text
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY
+from conf.errors import UsageError, error_line, print_lines, safe_text
 from conf.files.identity import identity
-from farm.dispatch.executors import Completion, Executor, InlineExecutor
-from farm.dispatch.monitoring import Service
-from farm.dispatch.ray_cluster import ClusterSettings, RayExecutor, gpu_problem
+from farm.dispatch.executors import (
+    Completion,
+    Executor,
+    InlineExecutor,
+    accept,
+    as_attempt,
+    as_final,
+    attempt_run_id,
+    lost_run,
+)
+from farm.dispatch.monitoring import PATIENCE_S, Progress, Service
+from farm.dispatch.ray_cluster import (
+    ClusterLost,
+    ClusterSettings,
+    RayExecutor,
+    gpu_problem,
+    lost_words,
+)
 from farm.dispatch.submitted_code import SubmittedCode
-from farm.queue.jobs import Queue, UnreadableTask, device_from_key
-from farm.queue.leftovers import SESSION_VARIABLE
+from farm.queue.jobs import Job, Queue, UnreadableTask, device_from_key, settings_of_text
+from farm.queue.leftovers import SESSION_VARIABLE, DispatcherBusy, dispatcher_of, hold_dispatcher_lock
 from farm.queue.queue_file import QueueError
-from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
+from featurize.configs.trial import config_hash
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import is_passing
 from warehouse.files.writer import RunWriter
-from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
+from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import RunResult, Task
+from workers.task import RunResult, Task, run_id_of
 
-if TYPE_CHECKING:
-    from farm.dispatch.working import Progress
+_LOOK_AGAIN_S = 2.0
+
+
+def work(
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str | None = None,
+    wait: bool = False,
+    seconds: float | None = None,
+    service: Service | None = None,
+    trust: Sequence[str] = (),
+) -> int:
+    """Run the queued tasks, device after device, until none is left (`job_id`: only of that job's device).
+
+    After `seconds` running trials finish and it returns, as after Ctrl-C: for a machine available for a limited time.
+    If another dispatcher works on the folder, print that and return 0; with `wait`, stand by until it has ended.
+    `trust` as in `Dispatcher`.
+
+    Returns 1 if every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
+    most common reason. Earlier trials count; out of memory is not a failure.
+    """
+    service = service or Service()
+    ran: dict[str, None] = {}
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(seconds).installed())
+        try:
+            is_held = _take_lock(stack, folder, stop, service, wait)
+        except DispatcherBusy as busy:
+            hint = follow_hint(folder, job_id)
+            also = "that dispatcher runs it if it is for the same device, otherwise `python -m farm.work` does"
+            print_lines([f"{busy}. This job is queued: {also}, when it has ended. {hint}"])
+            return 0
+        try:
+            if is_held:
+                _Work(
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service, ran=ran, trust=trust
+                ).run_all(job_id, wait)
+        except ClusterLost as lost:
+            service.events.emit("left", how="the cluster was lost")
+            print(f"error: {lost_words(lost)}", file=sys.stderr)
+            return EXIT_TEMPORARY
+        except KeyboardInterrupt:
+            service.events.emit("left", how="stopped")
+            print("stopped; run the same command again to continue", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    if stop.requested:
+        service.events.emit("left", how="finished what ran")
+        print("left; run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    service.events.emit("left", how="nothing is queued")
+    if job_id is not None:
+        counts = queue.counts(job_id)
+        by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
+        cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
+        wanted = counts.total - counts.cancelled
+        print_lines([f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}"])
+        ran.setdefault(job_id)
+    failures = failed_jobs(queue, ran)
+    _report_failures(failures, service)
+    return EXIT_ALL_FAILED if (failures if job_id is None else job_id in failures) else 0
+
+
+def _report_failures(failures: Mapping[str, str], service: Service) -> None:
+    for job_id, failure in failures.items():
+        service.events.emit("job_failed", job=job_id, message=failure)
+        print_lines([f"error: {failure}"], sys.stderr)
+
+
+def run_job(
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str,
+    stop: StopRequest,
+    service: Service,
+    shares: int = 1,
+) -> bool:
+    """Run this job only; return False if `stop` asked to leave.
+
+    Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
+    """
+    with stop.installed(), contextlib.ExitStack() as stack:
+        if not _take_lock(stack, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
+            return not queue.pending(job_id)
+        service.pulse.patience_s = PATIENCE_S
+        _reconcile_and_report(folder, queue, service)
+        job = queue.job(job_id)
+        if not queue.pending(job_id):
+            return True
+        work = _Work(folder=folder, queue=queue, cluster=cluster, stop=stop, service=service)
+        return work.run_device(job.device, [job], job_id=job_id, shares=shares)
+
+
+def _take_lock(
+    stack: contextlib.ExitStack,
+    folder: DataFolder,
+    stop: StopRequest,
+    service: Service,
+    wait: bool,
+    unless: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Hold the lock until `stack` closes. With `wait`, wait until the other dispatcher has ended.
+
+    Returns False if `stop` asks to leave or `unless` returns True. Raises `DispatcherBusy` without `wait`.
+    """
+    announced = False
+    while not stop.requested and not (announced and unless()):
+        try:
+            stack.enter_context(hold_dispatcher_lock(folder.dispatcher_lock))
+        except DispatcherBusy as busy:
+            if not wait:
+                raise
+            if not announced:
+                service.events.emit("standby", message=str(busy))
+                print_lines([f"{busy}; waiting until it has ended"])
+                announced = True
+        else:
+            stack.callback(setattr, service.pulse, "holds_lock", False)
+            service.pulse.holds_lock = True
+            service.events.emit("started", process=os.getpid())
+            return True
+        service.pulse.beat("standby")
+        time.sleep(_LOOK_AGAIN_S)
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A dispatcher's resources for running a queue."""
+
+    folder: DataFolder
+    queue: Queue
+    cluster: ClusterSettings
+    stop: StopRequest
+    service: Service
+    ran: dict[str, None] = field(default_factory=dict)  # jobs whose runs have landed
+    trust: Sequence[str] = ()
+
+    def run_all(self, job_id: str | None, wait: bool) -> None:
+        """Run device after device (`job_id`: only that job's), and compact whenever nothing is left.
+
+        Before a job's first task, reconcile what a killed dispatcher or a lost queue left of it.
+        """
+        reconciled: set[str] = set()
+        compacted = False
+        while not self.stop.requested:
+            device_key = self.queue.next_device(job_id)
+            if device_key is not None:
+                jobs = self.queue.jobs()
+                if job_ids := {job.job_id for job in jobs} - reconciled:
+                    _reconcile_and_report(self.folder, self.queue, self.service)
+                    reconciled |= job_ids
+                    continue
+                jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
+                if jobs:  # none if all were just cancelled
+                    self.run_device(device_key, sorted(jobs, key=lambda job: job.job_id != job_id))
+                compacted = False
+            elif wait:
+                if not compacted:
+                    _compact(self.folder, self.service)
+                    compacted = True
+                    _report_failures(failed_jobs(self.queue, self.ran), self.service)
+                    self.ran.clear()
+                self.service.pulse.beat("waiting")
+                time.sleep(_LOOK_AGAIN_S)
+            else:
+                break
+        if not compacted:
+            _compact(self.folder, self.service)
+
+    def run_device(self, device_key: str, jobs: Sequence[Job], job_id: str | None = None, shares: int = 1) -> bool:
+        """Run the tasks of jobs of one device; return False if `stop` asked to leave. Rest as in `Dispatcher`."""
+        if self.cluster.kind == "inline":  # a running trial blocks the loop
+            self.service.pulse.patience_s = PATIENCE_S + max((_timeout_s(job) for job in jobs), default=0.0)
+        names = [job.job_id for job in jobs]
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
+            return Dispatcher(
+                self.folder,
+                self.queue,
+                make_executor(device_from_key(device_key), self.cluster),
+                device_key,
+                progress,
+                service=self.service,
+                job_id=job_id,
+                shares=shares,
+                trust=self.trust,
+                ran=self.ran,
+            ).run(self.stop)
+
+
+def _reconcile_and_report(folder: DataFolder, queue: Queue, service: Service) -> None:
+    mended = reconcile(folder, queue)
+    if mended:
+        service.events.emit("mended", count=mended)
+        print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
+
+
+def _timeout_s(job: Job) -> float:
+    """Return the time limit of the job's trials in s; 0 if its settings cannot be read: none of them runs."""
+    try:
+        return settings_of_text(job.settings_json).timeout_s
+    except UsageError:
+        return 0.0
+
+
+def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
+    """Return the ended tasks of these jobs by status, and the number of those that are not cancelled."""
+    counts = [queue.counts(name) for name in names]
+    by_status = sum((Counter(job_counts.by_status) for job_counts in counts), Counter[str]())
+    return by_status, sum(job_counts.total - job_counts.cancelled for job_counts in counts)
+
+
+def _compact(folder: DataFolder, service: Service) -> None:
+    from warehouse.files.compaction import compact
+
+    service.pulse.beat("compacting")
+    try:
+        problems = compact(folder).problems
+    except OSError as error:
+        problems = [f"not all is compacted: {error}"]
+    print_lines((f"warning: {problem}" for problem in problems), sys.stderr)
+
+
+def follow_hint(folder: DataFolder, job_id: str | None) -> str:
+    """Return the hint on how to continue."""
+    job = f" job={job_id}" if job_id else ""
+    run = "" if dispatcher_of(folder.dispatcher_lock) else "`python -m farm.work` runs it; "
+    return f"{run}`python -m farm.status{job}` shows its progress."
+
+
+def reconcile(folder: DataFolder, queue: Queue) -> int:
+    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
+
+    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
+    either. An attempt that landed for a repeat finishes no task. Returns the number of tasks finished.
+    """
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in queue.leased()}
+    tasks |= _find_landed(folder, queue)
+    if not tasks:
+        return 0
+    import pyarrow as pa
+
+    from warehouse.reading.connection import connect
+
+    with contextlib.closing(connect(folder.root)) as connection:
+        connection.register("wanted", pa.table({"run_id": list(tasks)}))
+        rows = connection.execute("SELECT run_id, status FROM runs JOIN wanted USING (run_id)").fetchall()
+    landed: dict[str, dict[int, str]] = {}
+    for run_id, status in rows:
+        job_id, index = tasks[run_id]
+        landed.setdefault(job_id, {})[index] = status
+    for job_id, statuses in landed.items():
+        queue.mark_done(job_id, statuses)
+    queue.void_leases()
+    return len(rows)
+
+
+def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
+    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
+    from warehouse.files.integrity import landed_tasks
+
+    if not queue.pending():
+        return {}
+    waiting = queue.indexes("queued", "waiting")
+    return {
+        run_id_of(job_id, index): (job_id, index)
+        for job_id, indexes in landed_tasks(folder).items()
+        for index in waiting.get(job_id, set()).intersection(indexes)
+    }
+
+
+EXIT_ALL_FAILED = 1
+MEASURED = ("ok", "oom")  # statuses of trials that measured something
+_ERRORS_READ = 10_000  # latest errors of a job
+_CHARACTERS = 300  # characters of a reason to show
+
+
+def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> dict[str, str]:
+    """Return the failure, in words, of each of these jobs whose every ended trial failed, in the given order."""
+    failures = {job_id: failed_job(queue, job_id) for job_id in job_ids}
+    return {job_id: failure for job_id, failure in failures.items() if failure is not None}
+
+
+def failed_job(queue: Queue, job_id: str) -> str | None:
+    """Return the failure of a job, in words, if every ended trial failed, else None. Only its latest errors are read.
+
+    It names the most common reason, if the queue has one: runs that it knows from the warehouse alone have none there.
+    """
+    counts = sorted(queue.counts(job_id).by_status.items(), key=lambda pair: -pair[1])
+    by_status = {status: count for status, count in counts if count}
+    if not by_status or any(status in MEASURED for status in by_status):
+        return None
+    reasons: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for error in queue.errors(job_id, _ERRORS_READ):
+        if error["status"] is not None:
+            reason = reason_of(error["error"])
+            key = re.sub(r"\d+", "0", reason)  # sizes and addresses differ from trial to trial
+            reasons[key] += 1
+            examples[key] = reason
+    statuses = ", ".join(f"{status} {count:,}" for status, count in by_status.items())
+    failure = f"{job_id}: every trial that ran failed ({statuses})"
+    if not reasons:
+        return failure
+    ((key, count),) = reasons.most_common(1)
+    return f"{failure}; most common reason ({count:,} of {reasons.total():,}): {examples[key]}"
+
+
+def reason_of(error: str | None) -> str:
+    """Return the line of a run's error with the exception's message, without the module of its type."""
+    line = re.sub(r"^(?:\w+\.)+(?=[A-Z]\w*(?:: |$))", "", error_line(error or "")) or "no reason was given"
+    return line if len(line) <= _CHARACTERS else f"{line[: _CHARACTERS - 3]}..."
+
 
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
@@ -212,18 +542,13 @@ class Dispatcher:
                 refused = lost_run(task, task.problem, "invalid", "UsageError")
             elif (refusal := self._code.decide_all((task.config, *task.partners))[1]) is not None:
                 refused = lost_run(task, refusal, "invalid", "NotTrusted")
-            elif (problem := self._problem_of_ranks(task)) is not None:
+            elif (problem := gpu_problem(task.config.layout, self._executor.most_gpus())) is not None:
                 refused = lost_run(task, problem, "invalid", "UsageError")
             else:
                 return task
             self._land_run(task, refused)
             del self._leased[task.run_id]
         return None
-
-    def _problem_of_ranks(self, task: Task) -> str | None:
-        """Return why no node can run a trial of several ranks; None if one can."""
-        layout, gpus = task.config.layout, self._executor.most_gpus()
-        return None if layout is None or gpus is None else gpu_problem(layout, gpus)
 
     def _expect_back(self, spec: Task) -> None:
         trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
@@ -403,183 +728,6 @@ class StopRequest:
         print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
-_TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
-_JSON_CHARACTERS = 64_000  # a longer JSON column is left out: truncated JSON is invalid
-_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
-_TEXT_COLUMNS = tuple(
-    field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
-)
-_MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
-
-
-def attempt_run_id(run_id: str, attempt: int) -> str:
-    """Return the run id of an attempt that was not the task's last, which keeps it from replacing the task's run."""
-    return f"{run_id}-a{attempt}"
-
-
-def as_attempt(result: RunResult, attempt: int) -> RunResult:
-    """Return a result as that of an attempt after which its task is queued again."""
-    run = dataclasses.replace(result.run, run_id=attempt_run_id(result.run.run_id, attempt), final=False)
-    telemetry = result.telemetry
-    if "run_id" in telemetry.column_names:
-        telemetry = telemetry.drop_columns(["run_id"])  # the writer adds the new one
-    # Only a final group has rows in `collocations`.
-    return dataclasses.replace(result, run=run, telemetry=telemetry, collocations=None)
-
-
-def as_final(result: RunResult) -> RunResult:
-    """Return a result marked as its task's final one."""
-    return dataclasses.replace(result, run=dataclasses.replace(result.run, final=True))
-
-
-def accept(completion: Completion, task: Task) -> Completion:
-    """Return the completion in a form that queue and warehouse accept; its content never raises.
-
-    Texts are made storable and truncated (a line in them says how much is missing). A result that is not a run of this
-    task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
-    """
-    if completion.lost is not None:
-        return dataclasses.replace(completion, lost=safe_text(str(completion.lost)), result=None)
-    try:
-        result = _check(completion.result, task)
-    except ValueError as error:
-        result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
-    return dataclasses.replace(completion, result=result)
-
-
-def _check(result: object, task: Task) -> RunResult:
-    """Check the shapes of a result and of the further runs that come with it. Raises `ValueError`."""
-    expected = {name: getattr(task, name) for name in _OWN_COLUMNS}
-    checked = _checked_run(result, expected, task.config, task.attempt)
-    assert isinstance(result, RunResult)
-    parts = _parts_of(task)
-    others = []
-    for other in result.others if isinstance(result.others, tuple) else ():
-        run_id = getattr(getattr(other, "run", None), "run_id", None)
-        config = parts.pop(run_id, None) if isinstance(run_id, str) else None
-        if config is None:
-            raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is not a further run of it")
-        expected = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
-        others.append(_checked_run(other, expected, config, task.attempt))
-    return dataclasses.replace(checked, others=tuple(others))
-
-
-def _parts_of(task: Task) -> dict[str, TrialConfig]:
-    """Return the configs of the further runs that a group's task may bring, by their ids."""
-    if not task.partners:
-        return {}
-    members = dict(enumerate((task.config, *task.partners)))
-    alone = {f"{task.run_id}-alone-{place}": config for place, config in members.items()}
-    return alone | {f"{task.run_id}-with-{place}": config for place, config in members.items() if place}
-
-
-def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfig, attempt: int) -> RunResult:
-    """Check the shape of one run. Raises `ValueError`. The warehouse checks types and ranges of values."""
-    if not isinstance(result, RunResult):
-        raise ValueError(f"it is a {type(result).__name__}")
-    if not isinstance(result.run, Run):
-        raise ValueError(f"its run is a {type(result.run).__name__}")
-    if not isinstance(result.telemetry, pa.Table):
-        raise ValueError(f"its telemetry is a {type(result.telemetry).__name__}")
-    for name in ("kernels", "ranks", "collocations"):
-        table = getattr(result, name)
-        if table is not None and not isinstance(table, pa.Table):
-            raise ValueError(f"its {name} are a {type(table).__name__}")
-    for name in _OWN_COLUMNS:
-        if getattr(result.run, name) != expected[name]:
-            answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
-            raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
-    storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    storable |= {name: _truncate(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
-    run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
-    return RunResult(
-        run=run,
-        telemetry=result.telemetry,
-        kernels=result.kernels,
-        ranks=result.ranks,
-        collocations=result.collocations,
-        retryable=result.retryable is True and run.status == "crashed",
-        repeat=result.repeat is True,
-    )
-
-
-def _storable(name: str, text: object) -> str | None:
-    """Return a column's text, storable and truncated. Raises `ValueError` for a value that is not text."""
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
-    if text is None:
-        return None
-    return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
-
-
-def _truncate(values: object) -> Mapping[str, Any] | None:
-    """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
-    if not isinstance(values, Mapping):
-        return None
-    try:
-        return values if len(json.dumps(values, sort_keys=True)) <= _JSON_CHARACTERS else None
-    except (TypeError, ValueError, RecursionError):
-        return None
-
-
-def lost_run(
-    task: Task | UnreadableTask, error: str, status: str = "crashed", error_type: str = "WorkerLost"
-) -> RunResult:
-    """Return the run of a task that no worker returned, filled in from the task.
-
-    By default its workers were all lost. A task that is not handed out is `invalid`: its code is not allowed
-    (`NotTrusted`), or this version cannot read its row or run it here (`UsageError`).
-    """
-    typed = task.config if isinstance(task, Task) else None
-    config = task.config if isinstance(task, UnreadableTask) else task.config.to_mapping()
-    run = Run(
-        run_id=task.run_id,
-        job_id=task.job_id,
-        task_index=task.task_index,
-        attempt=task.attempt,
-        family=task.family,
-        config=config,
-        config_hash=None if config is None else mapping_hash(config),
-        status=status,
-        error_type=error_type,
-        error=safe_text(error),
-        source="simulated" if task.simulated else "measured",
-        schema_version=SCHEMA_VERSION,
-        batch_size=None if typed is None else typed.batch_size,
-        precision=None if typed is None else typed.precision,
-        optimizer=None if typed is None else typed.optimizer,
-        parallel=None if typed is None else typed.parallel,
-        finished_at=datetime.datetime.now(datetime.UTC),
-    )
-    nothing = TELEMETRY_SCHEMA.empty_table()
-    partners = task.partners if isinstance(task, Task) else ()
-    others = tuple(_lost_partner(run, place, config) for place, config in enumerate(partners, start=1))
-    if partners:
-        run = dataclasses.replace(run, group_id=task.run_id)
-    return RunResult(run=run, telemetry=nothing, others=others)
-
-
-def _lost_partner(run: Run, place: int, config: TrialConfig) -> RunResult:
-    """Return the run of a group's further member, which was lost with its first one."""
-    lost = dataclasses.replace(
-        run,
-        run_id=f"{run.run_id}-with-{place}",
-        task_index=None,
-        group_id=run.run_id,
-        family=config.family,
-        config=config.to_mapping(),
-        config_hash=mapping_hash(config.to_mapping()),
-        batch_size=config.batch_size,
-        precision=config.precision,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-    )
-    return RunResult(run=lost, telemetry=TELEMETRY_SCHEMA.empty_table())
-
-
-_CONCLUSIVE = ("ok", "oom")  # statuses of solo runs that need no repeat
-
-
 class RunsAlone:
     """Solo runs that this dispatcher has landed, by worker: those of another GPU or night would differ."""
 
@@ -596,5 +744,5 @@ class RunsAlone:
     def landed(self, task: Task, worker: str, results: Iterable[RunResult]) -> None:
         """Remember the reliable solo runs among a task's further runs."""
         for run in (result.run for result in results):
-            if run.group_id is None and run.status in _CONCLUSIVE and run.quality != "untrusted" and run.config_hash:
+            if run.group_id is None and run.status in MEASURED and run.quality != "untrusted" and run.config_hash:
                 self._known[worker, task.settings, run.config_hash] = run

@@ -1,4 +1,4 @@
-"""Monitoring of a dispatcher: a log of events for programs, its health, and Prometheus metrics in base units.
+"""Monitoring of a dispatcher: events for programs, its health, Prometheus metrics in base units, a progress bar.
 
 Start reading at `Service.open`. An event is one JSON line with `time` (ISO 8601, UTC), `event`, and where they apply
 `job, task, run, attempt, worker, status`; docs/operations.md lists events and metrics. `farm.dispatch.metrics_server`
@@ -20,19 +20,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pyarrow as pa
 
+from conf.cli.command_line import start_bar
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
-from conf.errors import UsageError
+from conf.errors import UsageError, one_line
 from conf.files.outputs import checked_output, folder_problems, output_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
-from warehouse.tables.schema import Run
+from warehouse.tables.schema import STATUSES, Run
 from workers.task import Lease
+
+if TYPE_CHECKING:
+    import rich.progress
 
 _KEY = "log.file"
 FORMATS = ("human", "json")
@@ -59,7 +63,7 @@ class LogSettings(Checked, section="log"):
         return output_problems(file, key=_KEY)
 
 
-class Events:
+class Events(contextlib.AbstractContextManager["Events"]):
     """Passes each event to every sink; a context manager. Without sinks its cost is negligible."""
 
     def __init__(self) -> None:
@@ -106,9 +110,6 @@ class Events:
         entry |= {name: value for name, value in fields.items() if value is not None}
         for sink in self._sinks:
             sink(entry)
-
-    def __enter__(self) -> Events:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for handler in self._handlers:
@@ -364,3 +365,74 @@ class Service:
         """Publish the samples of a run that has landed."""
         if self.metrics is not None:
             self.metrics.on_samples(run, telemetry)
+
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Progress:
+    """A progress bar, or a line now and then without a terminal. Use as a context manager.
+
+    totals  returns (ended tasks by status, all tasks), also those that ended before; the rate counts runs landed here
+    quiet   print nothing, because a program reads the events
+    """
+
+    def __init__(self, label: str, totals: Callable[[], tuple[Mapping[str, int], int]], quiet: bool) -> None:
+        from rich.console import Console
+
+        self._label = one_line(label)
+        self._totals = totals
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._landed = 0
+        self._first_landed_at = 0.0
+        self._printed_at = time.monotonic()
+        self._bar: tuple[rich.progress.Progress, rich.progress.TaskID] | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.quiet:
+            from rich.progress import TextColumn
+
+            column = TextColumn("{task.fields[note]}")
+            self._bar = start_bar(self._console, self._label, column, note="starting workers")
+        else:
+            self.say(f"{self._label}: starting workers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None or self._landed:
+            self._show()
+        if self._bar is not None:
+            self._bar[0].stop()
+
+    def say(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self._console.print(one_line(text), markup=False)
+
+    def landed(self, _run: Run) -> None:
+        """Count one run that has landed."""
+        if not self._landed:
+            self._first_landed_at = time.monotonic()
+        self._landed += 1
+
+    def update(self) -> None:
+        """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
+        if self._bar is not None or (self._landed and time.monotonic() - self._printed_at >= _PLAIN_EVERY_S):
+            self._show()
+
+    def _show(self) -> None:
+        by_status, total = self._totals()
+        completed = sum(by_status.values())
+        parts = [f"{status} {by_status[status]}" for status in STATUSES if by_status.get(status)]
+        if not self._landed:
+            parts = ["starting workers"]
+        elif self._landed > 1:  # a rate without the start-up
+            rate = (self._landed - 1) / max(time.monotonic() - self._first_landed_at, 1e-3)
+            parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
+            parts.append(f"{datetime.timedelta(seconds=round((total - completed) / rate))} left")
+        note = "  ".join(parts)
+        if self._bar is None:
+            self._printed_at = time.monotonic()
+            self.say(f"{self._label}: {completed}/{total}  {note}")
+        else:
+            bar, task = self._bar
+            bar.update(task, completed=completed, total=total, note=note)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import psutil
@@ -103,9 +102,12 @@ def plain_error(error: Exception) -> str:
     return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]
 
 
-def gpu_problem(layout: Parallel, gpus: int) -> str | None:
-    """Return why a trial cannot run where the largest node has this many GPUs; None if it can."""
-    if layout.ranks <= gpus:
+def gpu_problem(layout: Parallel | None, gpus: int | None) -> str | None:
+    """Return why a trial cannot run where the largest node has this many GPUs; None if it can.
+
+    A trial without a layout runs anywhere, and with `gpus` None ranks need no separate GPUs.
+    """
+    if layout is None or gpus is None or layout.ranks <= gpus:
         return None
     return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"
 
@@ -129,7 +131,6 @@ def own_session_environment() -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
 _LOOK_EVERY_S = 0.2
 _REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
@@ -207,7 +208,7 @@ class HeadWatch:
     """Watches the head in a separate thread, since the main thread may wait inside Ray.
 
     `check` raises `ClusterLost`. If the main thread does not call it in time, because it waits inside `ray.init`, the
-    process runs `clean_up` and exits with `EXIT_CLUSTER_LOST`, before Ray aborts it.
+    process runs `clean_up` and exits with `EXIT_TEMPORARY`, before Ray aborts it.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class HeadWatch:
             try:
                 self._clean_up()
             finally:
-                self._leave(EXIT_CLUSTER_LOST)
+                self._leave(EXIT_TEMPORARY)  # the same command continues
 
 
 def lost_words(reason: object) -> str:
@@ -408,7 +409,7 @@ class RayExecutor:
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._notices: list[str] = []
         self._was_ready = False  # whether any worker has ever been ready
-        self._module: ModuleType | None = None  # Ray, once it is imported
+        self._ray: Any = None  # the module, once it is imported
         self._joined = cluster.address is not None
         self._waiting: list[_Waiting] = []  # each node gathers GPUs for its first one
         self._gpus: Counter[str] = Counter()  # node -> working GPUs: at first one for each worker
@@ -428,7 +429,7 @@ class RayExecutor:
                 f"cannot import ray ({error}): pip install 'gpufarm[farm]'; cluster=inline runs one worker without it"
             ) from error
 
-        self._module = ray
+        self._ray = ray
         pinned = self._choice.backend == "cuda"
         self._actor_class = ray.remote(
             num_cpus=0,  # an actor that holds a CPU starves a small machine
@@ -450,11 +451,6 @@ class RayExecutor:
         self._start_servers()
 
     @property
-    def _ray(self) -> ModuleType:
-        assert self._module is not None, "start() comes first"
-        return self._module
-
-    @property
     def _watched_head(self) -> HeadWatch:
         assert self._head is not None, "start() comes first"
         return self._head
@@ -468,7 +464,6 @@ class RayExecutor:
             raise self._cluster.nobody_answers(error) from error
 
     def _start_own(self, pinned: bool) -> None:
-        ray = self._ray
         slots = make_device(self._choice).slots()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
@@ -477,7 +472,7 @@ class RayExecutor:
         self._folder = make_ray_folder()
         self._head = HeadWatch(OwnHead(), self._end_own)
         try:
-            ray.init(
+            self._ray.init(
                 address="local",
                 num_cpus=os.cpu_count(),
                 num_gpus=len(slots) if pinned else 0,
@@ -493,8 +488,8 @@ class RayExecutor:
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
-        else:
-            self._note_roots()
+        else:  # processes that are started later are not Ray's
+            self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
         finally:
             if visible is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -691,7 +686,7 @@ class RayExecutor:
         started = self._own_processes()
         if lost:
             end_processes(started)  # first: shutting down a broken Ray would wait for its dead parts
-        if self._module is not None and self._module.is_initialized():
+        if self._ray is not None and self._ray.is_initialized():
             self._shut_down(lost)
         psutil.wait_procs(started, timeout=_END_WITHIN_S)
         self._end_own(started)
@@ -725,10 +720,6 @@ class RayExecutor:
                 processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return list(processes.values())
 
-    def _note_roots(self) -> None:
-        """Record Ray's root processes once it is up; processes that are started later are not Ray's."""
-        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
-
     def _start_servers(self) -> None:
         """Start a few servers at a time on each node, since importing torch takes a core for seconds."""
         busy = Counter(seat.node.node_id for seat in self._in("starting"))
@@ -741,14 +732,12 @@ class RayExecutor:
         seat.state, seat.ref = "starting", seat.actor.ready.remote()
 
     def _take_ready(self, seat: _Seat) -> None:
-        import ray
-
         ref, seat.ref = seat.ref, None
         try:
-            ray.get(ref)
-        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
+            self._ray.get(ref)
+        except (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.ActorUnschedulableError):
             seat.state = "unreached"  # its process, its node or the network is gone
-        except ray.exceptions.RayError as error:
+        except self._ray.exceptions.RayError as error:
             self._watched_head.check()
             seat.failures += 1
             if seat.failures < _READY_TRIES:
@@ -776,16 +765,14 @@ class RayExecutor:
         self._make_room(seat.node)
 
     def _take_run(self, seat: _Seat) -> Completion:
-        import ray
-
         ref, task, result, lost = seat.ref, seat.task, None, None
         assert task is not None
         seat.ref = seat.task = None
         try:
-            result = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # a bug of ours must cost one task, not the job
+            result = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:  # a bug of ours must cost one task, not the job
             lost = f"worker failed: {error}"
-        except ray.exceptions.RayError as error:  # the process is gone; Ray restarts it unless the node is gone
+        except self._ray.exceptions.RayError as error:  # the process is gone; Ray restarts it unless the node is gone
             self._await_ready(seat)
             return Completion(worker=seat.name, task=task, lost=f"worker lost: {plain_error(error)}")
         except Exception as error:  # an unreadable result fails its task only

@@ -27,9 +27,8 @@ from typing import Any
 
 from conf.errors import CommandError, error_line
 from conf.plain_text import counted
-from farm.dispatch.dispatcher import StopRequest
+from farm.dispatch.dispatcher import StopRequest, failed_job, run_job
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import failed_job, run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,

@@ -30,9 +30,7 @@ from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import Lease, Task
 
-JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
-
-
+_JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 MIXED_FAMILY = "mixed"  # a job with tasks of several families; each run lands under its config's family
 
 
@@ -96,31 +94,12 @@ class JobProgress:
     eta_s: float | None
 
 
-def job_id_for(
-    family: str,
-    space: Mapping[str, Any],
-    seed: int,
-    policy: str,
-    limits: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> str:
-    """Return a submission's id, such as `cnn-3f2a9c1b`, which does not depend on n and priority.
-
-    `space` is `Space.to_mapping()`, `limits` is `Limits.to_mapping()`, all of them JSON-serialisable.
-    """
-    from featurize.configs.draws import SAMPLER_VERSION
-
-    identity = [SAMPLER_VERSION, family, space, seed, policy, limits, settings]
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+def _job_of(row: Sequence[Any]) -> Job:
+    job = Job(**dict(zip(_JOB_COLUMNS.split(", "), row, strict=True)))
+    return replace(job, submitted_at=_time_of(job.submitted_at))
 
 
-def job_of(row: Sequence[Any]) -> Job:
-    job = Job(**dict(zip(JOB_COLUMNS.split(", "), row, strict=True)))
-    return replace(job, submitted_at=time_of(job.submitted_at))
-
-
-def time_of(value: Any) -> float:
+def _time_of(value: Any) -> float:
     """Return a time of the queue in seconds since the epoch; 0 for an invalid one."""
     try:
         datetime.datetime.fromtimestamp(value, datetime.UTC)
@@ -129,7 +108,7 @@ def time_of(value: Any) -> float:
     return float(value)
 
 
-def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
+def _counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
     states: dict[str, int] = {}
     statuses: dict[str, int] = {}
     for state, status, count in tallies:
@@ -146,7 +125,7 @@ def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
     )
 
 
-def progress_of(
+def _progress_of(
     job: Job, counts: Counts, complete: bool, cancelled: bool, recent: int, first_at: float | None, now: float
 ) -> JobProgress:
     """Return a job's progress; `recent` runs finished lately, the first of them at `first_at`."""
@@ -168,11 +147,11 @@ def progress_of(
 
 TOGETHER = "together"  # key of a group's members
 MOST_TOGETHER = 4
-TASK_COLUMNS = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
+_TASK_COLUMNS = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
 
 
 def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
-    """Return the typed task of a row of `TASK_COLUMNS`; an `UnreadableTask` if one of its texts cannot be parsed."""
+    """Return the typed task of a row of `_TASK_COLUMNS`; an `UnreadableTask` if one of its texts cannot be parsed."""
     job_id, family, settings_json, device, task_index, attempt, config_json = row
     try:
         config, *partners = configs_of_text(config_json)
@@ -220,12 +199,6 @@ def configs_of_text(text: str) -> tuple[TrialConfig, ...]:
         if any(config.ranks > 1 for config in configs):
             raise UsageError(f"{shown(text)}: a trial of several ranks cannot be in a group")
         return configs
-
-
-def config_hash_of_text(text: str) -> str | None:
-    """Return the hash of the config that a text of the queue holds; None for one that is not a JSON object."""
-    mapping = _mapping_of(text)
-    return None if mapping is None else mapping_hash(mapping)
 
 
 def text_of_settings(settings: TrialSettings) -> str:
@@ -300,7 +273,7 @@ _FINISH = (
     f"error = coalesce(?, error), error_at = coalesce(?, error_at) WHERE {_AT} AND state != 'done'"
 )
 _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and reads every task of the job
-    f"SELECT {', '.join(TASK_COLUMNS).replace('attempt', '{}')} FROM tasks INDEXED BY {{}} "
+    f"SELECT {', '.join(_TASK_COLUMNS).replace('attempt', '{}')} FROM tasks INDEXED BY {{}} "
     "JOIN configs USING (job_seq, task_index) "
     "JOIN jobs ON seq = job_seq "
 )
@@ -311,7 +284,7 @@ _OF = (
 )
 
 
-class Queue:
+class Queue(contextlib.AbstractContextManager["Queue"]):
     """Jobs and tasks in one SQLite file (WAL). Any number of processes may have it open; each method is atomic.
 
     Submissions and cancellations are synced to the disk before they are reported. Leases and finishes are not: they
@@ -343,9 +316,6 @@ class Queue:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Queue:
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
@@ -691,16 +661,16 @@ class Queue:
 
     def jobs(self) -> list[Job]:
         """Return all jobs, oldest first."""
-        return [job_of(row) for row in self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")]
+        return [_job_of(row) for row in self._file.all(f"SELECT {_JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")]
 
     def job(self, job_id: str) -> Job:
         """Return one job. Raises `UsageError` listing the known ids for an unknown one."""
-        return job_of(self._file.only(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
+        return _job_of(self._file.only(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
 
     def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
         """Return the counts of tasks by state: of one job, of all jobs for one device, or of all."""
         only = None if job_id is None else self._seq(job_id)
-        return counts_of(row[1:] for row in self._tallies(only, device))
+        return _counts_of(row[1:] for row in self._tallies(only, device))
 
     def pending(self, job_id: str | None = None, device: str | None = None) -> int:
         """Return the number of tasks that are neither done nor cancelled."""
@@ -713,7 +683,8 @@ class Queue:
             "WHERE device = ? AND state NOT IN ('done', 'cancelled')",
             (device,),
         )
-        return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
+        mappings = (_mapping_of(text) for (text,) in rows)
+        return frozenset(mapping_hash(mapping) for mapping in mappings if mapping is not None)
 
     def next_device(self, job_id: str | None = None) -> str | None:
         """Return the device of the next job with pending tasks; None if nothing is pending."""
@@ -733,13 +704,13 @@ class Queue:
         for seq, *tally in self._tallies(only, None):
             tallies.setdefault(seq, []).append(tuple(tally))
         jobs = self._file.all(
-            f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
+            f"SELECT seq, complete, cancelled_at IS NOT NULL, {_JOB_COLUMNS} FROM jobs "
             "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq",
             (only,),
         )
         progress = []
         for seq, complete, cancelled, *row in jobs:
-            counts = counts_of(tallies.get(seq, []))
+            counts = _counts_of(tallies.get(seq, []))
             recent, first_at = 0, None
             if counts.pending:
                 recent, first_at = self._file.only(
@@ -747,7 +718,7 @@ class Queue:
                     "WHERE job_seq = ? AND finished_at BETWEEN ? AND 1e12",  # SQLite sorts texts above all numbers
                     (seq, now - window_s),
                 )
-            progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
+            progress.append(_progress_of(_job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return progress
 
     def _tallies(self, seq: int | None, device: str | None) -> list[tuple[Any, ...]]:
@@ -764,7 +735,7 @@ class Queue:
             (self._seq(job_id), limit),
         )
         names = ("task_index", "attempt", "state", "status", "error", "error_at")
-        return [dict(zip(names, (*row, time_of(at)), strict=True)) for *row, at in rows]
+        return [dict(zip(names, (*row, _time_of(at)), strict=True)) for *row, at in rows]
 
     def _seq(self, job_id: str) -> int:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import shutil
@@ -32,14 +33,13 @@ from farm.queue.jobs import (
     Job,
     Queue,
     device_key,
-    job_id_for,
     queue_to_read,
     text_of_settings,
     text_of_task,
 )
 from farm.sampling.forecast import POOL, SIZES, Groups, pool_of
 from featurize.configs.dimensions import Choice, Constant, Dimension, Space, default_space
-from featurize.configs.draws import POLICIES, Limits, checked_batch_sizes, sample_range
+from featurize.configs.draws import POLICIES, SAMPLER_VERSION, Limits, checked_batch_sizes, sample_range
 from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.configs.trial import canonical_json
 from featurize.families import family_names
@@ -413,17 +413,25 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     return job_id
 
 
-def _count_queued(folder: DataFolder, settings: SubmitSettings) -> int:
-    """Return how many of the job's trials are queued already: a repeated command does not ask about them again."""
-    if not folder.queue.is_file():
-        return 0
-    with queue_to_read(folder.queue) as queue:
-        return queue.next_index(_job_id(settings))
-
-
 def _family(settings: SubmitSettings) -> str:
     families = {space.family for space in settings.spaces}
     return families.pop() if len(families) == 1 else MIXED_FAMILY
+
+
+def job_id_for(
+    family: str,
+    space: Mapping[str, Any],
+    seed: int,
+    policy: str,
+    limits: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> str:
+    """Return a submission's id, such as `cnn-3f2a9c1b`, which does not depend on n and priority.
+
+    `space` is `Space.to_mapping()`, `limits` is `Limits.to_mapping()`, all of them JSON-serialisable.
+    """
+    text = canonical_json([SAMPLER_VERSION, family, space, seed, policy, limits, settings])
+    return f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _job_id(settings: SubmitSettings) -> str:
@@ -483,7 +491,11 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
     Raises `UsageError` if the disk has no room for them, if the user declines on the terminal, and without a terminal;
     the message then names `yes=true`.
     """
-    if settings.n <= ASK_ABOVE or (trials := settings.n - _count_queued(folder, settings)) <= ASK_ABOVE:
+    trials = settings.n
+    if trials > ASK_ABOVE and folder.queue.is_file():  # a repeated command does not ask about queued ones again
+        with queue_to_read(folder.queue) as queue:
+            trials -= queue.next_index(_job_id(settings))
+    if trials <= ASK_ABOVE:
         return
     needed_bytes = queue_bytes(trials, task_texts(settings, 0, _EXAMPLES))
     free_bytes = shutil.disk_usage(existing_folder(folder.root)).free

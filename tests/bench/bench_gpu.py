@@ -17,8 +17,8 @@ from conf.cli.command_line import EXIT_USAGE
 from conf.cli.command_line import run as run_command
 from conf.cli.settings import Checked, key
 from conf.reports.blocks import print_blocks
+from farm.dispatch.dispatcher import work
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import work
 from farm.queue.jobs import Queue
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
-from farm.dispatch.dispatcher import Dispatcher
+from farm.dispatch.dispatcher import Dispatcher, Progress
 from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, Service
-from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
 from tests.farm.test_dispatch import DEVICE, ScriptedExecutor, Stop, submit
 from warehouse.files.folder import DataFolder

@@ -9,9 +9,8 @@ import pytest
 from test_dispatch import Clock, Quiet, ScriptedExecutor
 
 from conf.errors import UsageError
-from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
+from farm.dispatch.dispatcher import Dispatcher, accept, lost_run, reconcile
 from farm.dispatch.executors import Completion
-from farm.dispatch.working import reconcile
 from farm.nights.journal import Journal
 from farm.queue.jobs import (
     Job,

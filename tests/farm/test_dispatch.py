@@ -8,11 +8,19 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.dispatch.dispatcher import LEASE_S, Clocks, Dispatcher, StopRequest, lost_run, make_executor
+from farm.dispatch.dispatcher import (
+    LEASE_S,
+    Clocks,
+    Dispatcher,
+    StopRequest,
+    lost_run,
+    make_executor,
+    reconcile,
+    run_job,
+)
 from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import reconcile, run_job
 from farm.queue.jobs import Job, text_of_settings
 from farm.queue.leftovers import hold_dispatcher_lock
 from featurize.configs.trial import canonical_json
@@ -286,7 +294,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(folder, queue, monkeyp
         (task,) = queue.lease("another", 1, 0.0, 60.0)
         queue.finish(task, "ok", 1.0)
 
-    monkeypatch.setattr("farm.dispatch.working.time.sleep", let_the_other_work)
+    monkeypatch.setattr("farm.dispatch.dispatcher.time.sleep", let_the_other_work)
     with hold_dispatcher_lock(folder.dispatcher_lock):
         assert run_job(folder, queue, ClusterSettings(kind="inline"), "mlp-00000001", StopRequest(), Service())
 

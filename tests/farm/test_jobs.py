@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.queue.jobs import Counts, Job, Queue, UnreadableTask, device_key, job_id_for, text_of_settings, text_of_task
+from farm.queue.jobs import Counts, Job, Queue, UnreadableTask, device_key, text_of_settings, text_of_task
 from farm.queue.queue_file import QueueError
 from tests.surroundings import execute_sql
 from tests.trials import mlp
@@ -79,15 +79,6 @@ def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
         submit(queue, seed=1)
     assert queue.submit(a_job("cnn-2", n=10), list(configs(10))[1::3], 1000.0) == 3
     assert queue.next_index("cnn-2") == 0, "a submission goes on at the first index that is missing"
-
-
-def test_job_id_is_the_submission_s_without_n_and_priority():
-    base = dict(family="cnn", space={"a": 1}, seed=0, policy="uniform", limits={}, settings={"x": 1, "y": 2})
-    job_id = job_id_for(**base)
-    assert job_id.startswith("cnn-") and len(job_id) == len("cnn-3f2a9c1b")
-    assert job_id == job_id_for(**{**base, "settings": {"y": 2, "x": 1}})
-    changes = ({"space": {"a": 2}}, {"seed": 1}, {"policy": "stratified"}, {"limits": {"m": 1}}, {"settings": {}})
-    assert job_id not in [job_id_for(**{**base, **change}) for change in changes]
 
 
 def until(error, count, start=0):

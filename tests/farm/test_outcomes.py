@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.dispatch import working
+from farm.dispatch import dispatcher
+from farm.dispatch.dispatcher import reason_of, reconcile, work
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import reason_of, reconcile, work
 from farm.queue.jobs import ERROR_CHARACTERS, Queue
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
@@ -252,7 +252,7 @@ def run(folder, queue, monkeypatch):
 
     def run(statuses, errors=NO_LUCK, **options):
         answer = ending(statuses, errors)
-        monkeypatch.setattr(working, "make_executor", lambda *_: ScriptedExecutor(Clock(), answer=answer))
+        monkeypatch.setattr(dispatcher, "make_executor", lambda *_: ScriptedExecutor(Clock(), answer=answer))
         return work(folder, queue, ClusterSettings(kind="inline"), **options)
 
     return run

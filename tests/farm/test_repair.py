@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from test_dispatch import submit, submit_texts, text_of_mlp, work
 
-from farm.dispatch import working
+from farm.dispatch import dispatcher
+from farm.dispatch.dispatcher import reconcile
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import reconcile
 from farm.queue.jobs import MIXED_FAMILY, Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
@@ -439,8 +439,8 @@ def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispat
             return Queue.next_device(fresh, job_id)
 
         monkeypatch.setattr(fresh, "next_device", next_device)
-        monkeypatch.setattr(working, "make_executor", None)
-        assert working.work(folder, fresh, ClusterSettings(kind="inline")) == 0
+        monkeypatch.setattr(dispatcher, "make_executor", None)
+        assert dispatcher.work(folder, fresh, ClusterSettings(kind="inline")) == 0
         assert fresh.counts().by_status == {"ok": 6}
 
 

@@ -17,11 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
 from conf.errors import UsageError
-from farm.dispatch.dispatcher import StopRequest
+from farm.dispatch.dispatcher import StopRequest, work
 from farm.dispatch.metrics_server import LIMITS, MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import work
 from farm.queue.leftovers import dispatcher_of, hold_dispatcher_lock
 from tests.surroundings import PATIENCE_S, await_, run_command
 from warehouse.tables.schema import Run

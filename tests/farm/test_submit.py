@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from farm.submission.submitting import job_id_for
 from tests.surroundings import await_, run_command, small_disk
 from tests.warehouse.warehouse_rows import ask
 
@@ -85,6 +86,15 @@ def test_more_than_a_million_trials_are_not_queued_unasked(data, refused):
     error = refused(*submission(data, "n=1000001", "detach=true"))
     assert "this queues 1,000,001 trials, about 3" in error and "MiB in" in error
     assert error.endswith("confirm with yes=true\n") and not data.exists()
+
+
+def test_job_id_is_the_submission_s_without_n_and_priority():
+    base = dict(family="cnn", space={"a": 1}, seed=0, policy="uniform", limits={}, settings={"x": 1, "y": 2})
+    job_id = job_id_for(**base)
+    assert job_id.startswith("cnn-") and len(job_id) == len("cnn-3f2a9c1b")
+    assert job_id == job_id_for(**{**base, "settings": {"y": 2, "x": 1}})
+    changes = ({"space": {"a": 2}}, {"seed": 1}, {"policy": "stratified"}, {"limits": {"m": 1}}, {"settings": {}})
+    assert job_id not in [job_id_for(**{**base, **change}) for change in changes]
 
 
 def test_a_queue_that_the_disk_cannot_hold_is_refused_also_with_yes(tmp_path, refused):

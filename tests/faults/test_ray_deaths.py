@@ -14,7 +14,8 @@ import psutil
 import pytest
 from farm_process import SUBMIT, Farm, check_jobs, kill, queue_rows
 
-from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
+from conf.cli.command_line import EXIT_TEMPORARY
+from farm.dispatch.ray_cluster import own_session_environment
 from tests.surroundings import ENDS_WITHIN_S, await_
 
 TASKS, OWN_TASKS = 100, 24
@@ -58,7 +59,7 @@ def head_of(farm, name):
 
 
 def check_ending(farm, words):
-    output = farm.ends_with(EXIT_CLUSTER_LOST)
+    output = farm.ends_with(EXIT_TEMPORARY)
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert words in line and "run the same command again to continue" in line
