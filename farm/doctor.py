@@ -1,6 +1,6 @@
 """`python -m farm.doctor`: reports what this machine offers and what it lacks, and repairs a data folder.
 
-Start reading at `examine`, which collects; `print_tables` prints. torch and Ray are inspected without importing them.
+Start reading at `examine`, which collects. torch and Ray are inspected without importing them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def entry(settings: DoctorSettings) -> int:
     if settings.format == "json":
         print(json.dumps(report, indent=2))
     else:
-        print_tables(report)
+        marks = {True: "yes", False: "no", None: ""}
+        for heading, rows in _sections(report):
+            print_lines([heading, *(f"  {name:28} {marks[good]:3} {text}".rstrip() for name, good, text in rows)])
     if settings.data is not None:  # the default folder may not exist yet
         DataFolder.resolve(settings.data).open()
     return 0
@@ -274,13 +276,6 @@ def data_state(data: str | None) -> dict[str, Any]:
     except sqlite3.Error as error:
         state["reason"] = f"{folder.queue}: {error}"
     return state
-
-
-def print_tables(report: dict[str, Any]) -> None:
-    """Print the report to standard output."""
-    marks = {True: "yes", False: "no", None: ""}
-    for heading, rows in _sections(report):
-        print_lines([heading, *(f"  {name:28} {marks[good]:3} {text}".rstrip() for name, good, text in rows)])
 
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | None, str]]]]:

@@ -3,21 +3,20 @@
 Start reading at `work`, which runs the queue of a data folder, device after device, and at `Dispatcher.run`. One
 dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done only after its run is durable in the
 warehouse. Everything that a worker sends passes through `accept`, which turns it into a run that can land.
-`failed_jobs` lists the jobs whose every trial failed; out of memory is a measured outcome, not a failure.
+`failed_job` names a job whose every trial failed; out of memory is a measured outcome, not a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import NamedTuple
@@ -114,15 +113,17 @@ def work(
         wanted = counts.total - counts.cancelled
         print_lines([f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}"])
         ran.setdefault(job_id)
-    failures = failed_jobs(queue, ran)
-    _report_failures(failures, service)
+    failures = _report_failures(queue, ran, service)
     return EXIT_ALL_FAILED if (failures if job_id is None else job_id in failures) else 0
 
 
-def _report_failures(failures: Mapping[str, str], service: Service) -> None:
+def _report_failures(queue: Queue, job_ids: Iterable[str], service: Service) -> dict[str, str]:
+    """Report each of these jobs whose every ended trial failed, in the given order. Returns the failures by job."""
+    failures = {job_id: failure for job_id in job_ids if (failure := failed_job(queue, job_id)) is not None}
     for job_id, failure in failures.items():
         service.events.emit("job_failed", job=job_id, message=failure)
         print_lines([f"error: {failure}"], sys.stderr)
+    return failures
 
 
 def run_job(
@@ -218,7 +219,7 @@ class _Work:
                 if not compacted:
                     _compact(self.folder, self.service)
                     compacted = True
-                    _report_failures(failed_jobs(self.queue, self.ran), self.service)
+                    _report_failures(self.queue, self.ran, self.service)
                     self.ran.clear()
                 self.service.pulse.beat("waiting")
                 time.sleep(_LOOK_AGAIN_S)
@@ -333,12 +334,6 @@ EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
 _ERRORS_READ = 10_000  # latest errors of a job
 _CHARACTERS = 300  # characters of a reason to show
-
-
-def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> dict[str, str]:
-    """Return the failure, in words, of each of these jobs whose every ended trial failed, in the given order."""
-    failures = {job_id: failed_job(queue, job_id) for job_id in job_ids}
-    return {job_id: failure for job_id, failure in failures.items() if failure is not None}
 
 
 def failed_job(queue: Queue, job_id: str) -> str | None:
@@ -512,7 +507,7 @@ class Dispatcher:
 
     def _spec(self, task: Task, worker: str) -> Task:
         (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
-        return dataclasses.replace(task, config=config, partners=tuple(partners), alone=self._alone.of(task, worker))
+        return replace(task, config=config, partners=tuple(partners), alone=self._alone.of(task, worker))
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""

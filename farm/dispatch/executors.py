@@ -6,13 +6,12 @@ owns the queue and never sees Ray. `accept` turns whatever a worker sends into a
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import time
 import traceback
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -139,17 +138,17 @@ def attempt_run_id(run_id: str, attempt: int) -> str:
 
 def as_attempt(result: RunResult, attempt: int) -> RunResult:
     """Return a result as that of an attempt after which its task is queued again."""
-    run = dataclasses.replace(result.run, run_id=attempt_run_id(result.run.run_id, attempt), final=False)
+    run = replace(result.run, run_id=attempt_run_id(result.run.run_id, attempt), final=False)
     telemetry = result.telemetry
     if "run_id" in telemetry.column_names:
         telemetry = telemetry.drop_columns(["run_id"])  # the writer adds the new one
     # Only a final group has rows in `collocations`.
-    return dataclasses.replace(result, run=run, telemetry=telemetry, collocations=None)
+    return replace(result, run=run, telemetry=telemetry, collocations=None)
 
 
 def as_final(result: RunResult) -> RunResult:
     """Return a result marked as its task's final one."""
-    return dataclasses.replace(result, run=dataclasses.replace(result.run, final=True))
+    return replace(result, run=replace(result.run, final=True))
 
 
 def accept(completion: Completion, task: Task) -> Completion:
@@ -159,12 +158,12 @@ def accept(completion: Completion, task: Task) -> Completion:
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
     """
     if completion.lost is not None:
-        return dataclasses.replace(completion, lost=safe_text(str(completion.lost)), result=None)
+        return replace(completion, lost=safe_text(str(completion.lost)), result=None)
     try:
         result = _check(completion.result, task)
     except ValueError as error:
         result = lost_run(task, f"the worker's answer is not a run of this task: {error}")
-    return dataclasses.replace(completion, result=result)
+    return replace(completion, result=result)
 
 
 def _check(result: object, task: Task) -> RunResult:
@@ -181,7 +180,7 @@ def _check(result: object, task: Task) -> RunResult:
             raise ValueError(f"{safe_text(repr(run_id), _TEXT_CHARACTERS)} is not a further run of it")
         expected = {"run_id": run_id, "job_id": task.job_id, "task_index": None, "family": config.family}
         others.append(_checked_run(other, expected, config, task.attempt))
-    return dataclasses.replace(checked, others=tuple(others))
+    return replace(checked, others=tuple(others))
 
 
 def _parts_of(task: Task) -> dict[str, TrialConfig]:
@@ -211,7 +210,7 @@ def _checked_run(result: object, expected: Mapping[str, Any], config: TrialConfi
             raise ValueError(f"{name} must be {expected[name]!r}, got {answer}")
     storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
     storable |= {name: _truncate(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
-    run = dataclasses.replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
+    run = replace(result.run, **storable, attempt=attempt, config=config.to_mapping())
     return RunResult(
         run=run,
         telemetry=result.telemetry,
@@ -275,13 +274,13 @@ def lost_run(
     partners = task.partners if isinstance(task, Task) else ()
     others = tuple(_lost_partner(run, place, config) for place, config in enumerate(partners, start=1))
     if partners:
-        run = dataclasses.replace(run, group_id=task.run_id)
+        run = replace(run, group_id=task.run_id)
     return RunResult(run=run, telemetry=nothing, others=others)
 
 
 def _lost_partner(run: Run, place: int, config: TrialConfig) -> RunResult:
     """Return the run of a group's further member, which was lost with its first one."""
-    lost = dataclasses.replace(
+    lost = replace(
         run,
         run_id=f"{run.run_id}-with-{place}",
         task_index=None,

@@ -13,7 +13,6 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,7 +139,7 @@ class QueueFile:
         with self._guard:
             self._db.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def transaction(self, durable: bool = False) -> Iterator[None]:
         """Run an exclusive transaction; `durable` waits until it is synced to the disk."""
         with self._guard:

@@ -6,11 +6,10 @@ Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -122,7 +121,7 @@ def _repair_merged(
             recovered = recover_listing(path, file.path)
             # An intact merged file whose rows are nowhere else: its listing was lost.
             if recovered is not None and recovered.checksum is not None:
-                write_anew(folder, dataclasses.replace(recovered, published_at_s=time.time()))
+                write_anew(folder, replace(recovered, published_at_s=time.time()))
                 report.mended.append(f"{file.path}: {file.reason}; it is listed again")
                 return
     # Its listing first: the files that it replaced then count again, if they still exist. While an intact file holds

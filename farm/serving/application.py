@@ -68,8 +68,11 @@ from farm.serving.gate import (
 from farm.serving.kubernetes import review as review_pod
 from farm.serving.settings import ServeSettings
 from farm.serving.traces import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
+from featurize.device.device_spec import describe_device, device_names
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
+from learn.sharing.admitting import GpuState, admit
+from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -177,8 +180,6 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.get("/v1/devices", responses=_REFUSALS, tags=["devices"])
     async def devices() -> DevicesAnswer:
         """Return the GPU models that are described."""
-        from featurize.device.device_spec import describe_device, device_names
-
         specs = sorted(map(describe_device, device_names()), key=lambda spec: (spec.memory_mib, spec.name))
         fields = [
             DeviceFields(name=spec.name, memory_mib=spec.memory_mib, vendor=spec.architecture.vendor) for spec in specs
@@ -287,9 +288,6 @@ class EstimationService:
 
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also if a job's trace is not done in time."""
-        from learn.sharing.admitting import GpuState, admit
-        from learn.sharing.slowdowns import JobProfile
-
         device = device_at(request.gpu.device, "/gpu/device")
         given = [request.job, *request.gpu.jobs]
         questions = []
@@ -310,9 +308,10 @@ class EstimationService:
             used_mib=request.gpu.used_mib,
             jobs=tuple(jobs[1:]),
         )
-        risk, most = request.risk, request.max_slowdown
         answer = await self._in_thread(
-            lambda: admit(jobs[0], gpu, data=self.data, risk=risk, max_slowdown=most).to_mapping()
+            lambda: admit(
+                jobs[0], gpu, data=self.data, risk=request.risk, max_slowdown=request.max_slowdown
+            ).to_mapping()
         )
         return _json(self.scrubber.values(answer))
 
@@ -351,7 +350,7 @@ class EstimationService:
 
     async def warm_up(self) -> None:
         """Load the models that answer without a trace, so the first request does not wait for them."""
-        await self._in_thread(self._load)
+        await self._in_thread(lambda: estimate_many([MLP_EXAMPLE], method="fast", data=self.data))
         gc.collect()
         gc.freeze()  # a full collection over torch's objects stops a process for 100 ms
         self.warm = True
@@ -368,11 +367,6 @@ class EstimationService:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _load(self) -> None:
-        from learn.sharing import admitting  # noqa: F401
-
-        estimate_many([MLP_EXAMPLE], method="fast", data=self.data)
 
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
         config = question.config

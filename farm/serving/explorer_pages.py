@@ -26,6 +26,7 @@ from farm.serving.settings import LimitSettings
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row
 from featurize.device.device_spec import DESCRIBED, describe_device, known_device
 from learn.estimation.estimating import estimate_many
+from learn.estimation.fast_estimates import FAST_LOOPS, fast_problem
 from learn.estimation.job_estimate import Estimate
 from learn.job.training_job import LEGEND, loop_of_source
 from learn.rows.data import get_target
@@ -195,8 +196,6 @@ class ExplorerPages:
 
     def _estimate_runs(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None if a run has none."""
-        from learn.estimation.fast_estimates import fast_problem
-
         estimates: list[dict[str, float | None] | None] = [None] * len(runs)
         name = known_device(runs[0]["device_name"]) if runs else None
         if name is None:
@@ -230,8 +229,6 @@ class ExplorerPages:
 
     def _estimate_beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return the estimate of `method=fast` beside the measurement, and notes, such as why there is none."""
-        from learn.estimation.fast_estimates import fast_problem
-
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
         device = known_device(run["device_name"])
         if device is None:
@@ -336,8 +333,6 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return notes by column on targets whose training loop in `method=fast` differs from that of the source's runs."""
-    from learn.estimation.fast_estimates import FAST_LOOPS
-
     own_loop = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."
     return {

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -49,7 +48,9 @@ def serve(settings: ServeSettings) -> int:
     folder.open()
     with only_service(folder):
         log = RequestLog(settings.log)
-        _raise_file_limit()
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):  # each connection is a file
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         limits = TraceLimits(
             str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
         )
@@ -65,17 +66,10 @@ def serve(settings: ServeSettings) -> int:
             return _AnsweringProcesses(settings, listening, log).run()
 
 
-def only_service(folder: DataFolder) -> AbstractContextManager[object]:
+def only_service(folder: DataFolder) -> contextlib.AbstractContextManager[object]:
     """Hold the lock of the data folder's one service: two would trace each other's questions."""
     problem = f"another service answers from data={folder.root}; name another folder"
     return locked(folder.service_lock, lambda: EnvironmentProblem(problem))
-
-
-def _raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each connection is a file."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _AnsweringProcesses:

@@ -7,7 +7,6 @@ asks above a million trials, and refuses what the disk cannot hold.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -17,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,7 +87,7 @@ def _describe(spec: DeviceSpec) -> dict[str, Any]:
     mapping = spec.to_mapping()
     if spec.interconnect == device_from_mapping(mapping).interconnect:
         return mapping
-    return {**mapping, "interconnect": None if spec.interconnect is None else dataclasses.asdict(spec.interconnect)}
+    return {**mapping, "interconnect": None if spec.interconnect is None else asdict(spec.interconnect)}
 
 
 def space_within_limits(values: Mapping[str, Any]) -> Space:
@@ -219,7 +218,7 @@ class SubmitSettings(SampledSettings):
     @property
     def trial_settings(self) -> TrialSettings:
         """The settings of trials that a worker needs."""
-        return dataclasses.replace(super().trial_settings, sharing=self.sharing)
+        return replace(super().trial_settings, sharing=self.sharing)
 
     def identity(self) -> dict[str, Any]:
         """Return the submission's identity: everything that determines its runs, without n and priority."""
@@ -344,9 +343,7 @@ def spec_of(choice: DeviceChoice, slot: Slot | None = None) -> DeviceSpec:
     if known is not None:
         return load_device(known)
     stands_in = load_device(DEFAULT_DEVICE)
-    return dataclasses.replace(
-        stands_in, name=slot.device_name, memory_mib=slot.device_memory_mib or stands_in.memory_mib
-    )
+    return replace(stands_in, name=slot.device_name, memory_mib=slot.device_memory_mib or stands_in.memory_mib)
 
 
 ASK_ABOVE = 1_000_000  # trials that one command adds
