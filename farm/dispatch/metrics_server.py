@@ -1,6 +1,6 @@
 """The dispatcher's HTTP server: metrics and health, with limits for each client.
 
-Start reading at `MetricsServer`. It is the service's server (`farm.serving.connections`), in a thread.
+Start reading at `MetricsServer`. It is the service's server (`farm.serving.server`), in a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastapi import FastAPI, Header, Response
 from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 
-from farm.serving.connections import GuardedServer, listen, url_of
+from farm.serving.server import GuardedServer, listen, url_of
 from farm.serving.settings import LimitSettings
 
 if TYPE_CHECKING:

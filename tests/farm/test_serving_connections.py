@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from farm.serving.connections import GuardedServer, peer_of
+from farm.serving.server import GuardedServer, peer_of
 from farm.serving.settings import LimitSettings
 from tests.surroundings import PATIENCE_S, await_
 
