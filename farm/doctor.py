@@ -110,7 +110,10 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 
     Raises `UsageError` for an invalid setting, never for what the machine lacks.
     """
+    import psutil
+
     gpus = discover_gpus()
+    memory = psutil.virtual_memory()
     return {
         "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in gpus.gpus],
         "gpus_reason": gpus.reason,
@@ -120,7 +123,13 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
         "torch": {"version": version_of("torch"), "cuda": torch_cuda_build()},
         "ray": {"version": version_of("ray")},
         "packages": packages(),
-        "machine": machine_state(),
+        "machine": {
+            "system": f"{platform.system()} {platform.release()}",
+            "python_version": platform.python_version(),
+            "cpu_cores": core_count(),  # that this process may use
+            "memory_mib": round(memory.total / _BYTES_PER_MIB),
+            "memory_available_mib": round(memory.available / _BYTES_PER_MIB),
+        },
         "data": data_state(data),
     }
 
@@ -235,20 +244,6 @@ def packages() -> dict[str, str | None]:
     wanted = [text for text in declared if not re.search(r"extra == ['\"](dev|zoo)['\"]", text)]
     names = {re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0]: None for text in wanted}
     return {name: version_of(name) for name in {"gpufarm": None, **names}}
-
-
-def machine_state() -> dict[str, Any]:
-    """Return the system, the CPU cores that this process may use, and the memory in MiB."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "python_version": platform.python_version(),
-        "cpu_cores": core_count(),
-        "memory_mib": round(memory.total / _BYTES_PER_MIB),
-        "memory_available_mib": round(memory.available / _BYTES_PER_MIB),
-    }
 
 
 def data_state(data: str | None) -> dict[str, Any]:

@@ -82,7 +82,6 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}") from error
     directives = _directives(text)
-    given = [*options, *directives]
     try:
         begins_in = _folder(".", _chdir(options) or _chdir(directives) or ".")
         training = training_command(text, [script, *script_arguments], begins_in)
@@ -90,7 +89,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     except CommandError as error:
         print(f"note: not estimated: {one_line(truncated(str(error)))}", file=sys.stderr)
     else:
-        added = added_options(estimates, settings.devices, given)
+        added = added_options(estimates, settings.devices, [*options, *directives])
         fitting = [name for name, estimate in estimates.items() if estimate.fits_device]
         for name, estimate in estimates.items():
             print(f"{name}: {figures_of(estimate)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)

@@ -164,12 +164,7 @@ def _job_of(directive: str) -> dict[str, Any]:
 
 def read_table(path: Path) -> dict[str, DirectiveRow]:
     """Return the table's rows by directive; empty without a table, or for one of another format."""
-    try:
-        lines = path.read_bytes().decode(**_CODING).split("\n")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise EnvironmentProblem(f"table={path} cannot be read: {error}") from error
+    lines = _lines_of(path, f"table={path}")
     if not lines[0].startswith(HEADER):
         return {}
     rows = {}
@@ -191,15 +186,19 @@ def write_table(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
 
 def read_wanted(path: Path) -> Iterator[str]:
     """Yield the directives in the plugin's file, each once. A line ends at a line feed and nowhere else, as in Lua."""
-    try:
-        text = path.read_bytes().decode(**_CODING)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
-    for line in dict.fromkeys(text.split("\n")):
+    for line in dict.fromkeys(_lines_of(path, str(path))):
         if line and len(line.encode(**_CODING)) <= _LONGEST and not _CONTROL.search(line):
             yield line
+
+
+def _lines_of(path: Path, named: str) -> list[str]:
+    """Return the lines of a file, one empty line without it. Raises `EnvironmentProblem` that begins with `named`."""
+    try:
+        return path.read_bytes().decode(**_CODING).split("\n")
+    except FileNotFoundError:
+        return [""]
+    except OSError as error:
+        raise EnvironmentProblem(f"{named} cannot be read: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -296,7 +296,15 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     either. An attempt that landed for a repeat finishes no task. Returns the number of tasks finished.
     """
     tasks = {task.run_id: (task.job_id, task.task_index) for task in queue.leased()}
-    tasks |= _find_landed(folder, queue)
+    if queue.pending():
+        from warehouse.files.integrity import landed_tasks
+
+        waiting = queue.indexes("queued", "waiting")
+        tasks |= {
+            run_id_of(job_id, index): (job_id, index)
+            for job_id, indexes in landed_tasks(folder).items()
+            for index in waiting.get(job_id, set()).intersection(indexes)
+        }
     if not tasks:
         return 0
     import pyarrow as pa
@@ -316,20 +324,6 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     return len(rows)
 
 
-def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
-    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
-    from warehouse.files.integrity import landed_tasks
-
-    if not queue.pending():
-        return {}
-    waiting = queue.indexes("queued", "waiting")
-    return {
-        run_id_of(job_id, index): (job_id, index)
-        for job_id, indexes in landed_tasks(folder).items()
-        for index in waiting.get(job_id, set()).intersection(indexes)
-    }
-
-
 EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
 _ERRORS_READ = 10_000  # latest errors of a job
@@ -341,8 +335,7 @@ def failed_job(queue: Queue, job_id: str) -> str | None:
 
     It names the most common reason, if the queue has one: runs that it knows from the warehouse alone have none there.
     """
-    counts = sorted(queue.counts(job_id).by_status.items(), key=lambda pair: -pair[1])
-    by_status = {status: count for status, count in counts if count}
+    by_status = Counter({status: count for status, count in queue.counts(job_id).by_status.items() if count})
     if not by_status or any(status in MEASURED for status in by_status):
         return None
     reasons: Counter[str] = Counter()
@@ -353,7 +346,7 @@ def failed_job(queue: Queue, job_id: str) -> str | None:
             key = re.sub(r"\d+", "0", reason)  # sizes and addresses differ from trial to trial
             reasons[key] += 1
             examples[key] = reason
-    statuses = ", ".join(f"{status} {count:,}" for status, count in by_status.items())
+    statuses = ", ".join(f"{status} {count:,}" for status, count in by_status.most_common())
     failure = f"{job_id}: every trial that ran failed ({statuses})"
     if not reasons:
         return failure
@@ -459,9 +452,8 @@ class Dispatcher:
                 if not stop.requested:
                     self._hand_out()
                 is_busy = self._returned or self._executor.running()
-                of_device = None if self._job_id else self._device_key
                 # Tasks in backoff become due later.
-                if not is_busy and (stop.requested or not self._queue.pending(self._job_id, of_device)):
+                if not is_busy and (stop.requested or not self._queue.pending(self._job_id, self._device_key)):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: a completed task must not be handed out again because its lease ran out
@@ -546,7 +538,7 @@ class Dispatcher:
         return None
 
     def _expect_back(self, spec: Task) -> None:
-        trials = 1 + (len(spec.alone) if spec.partners else 0)  # a group runs each member alone as well
+        trials = 1 + len(spec.alone)  # a group runs each member alone as well
         self._stuck_at[spec.run_id] = self._clocks.steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _land_returned(self) -> None:
@@ -733,8 +725,9 @@ class RunsAlone:
         """Return the solo run of each member of a task's group, None if it has to run; () without a group."""
         if not task.partners:
             return ()
-        members = (task.config, *task.partners)
-        return tuple(self._known.get((worker, task.settings, config_hash(config))) for config in members)
+        return tuple(
+            self._known.get((worker, task.settings, config_hash(config))) for config in (task.config, *task.partners)
+        )
 
     def landed(self, task: Task, worker: str, results: Iterable[RunResult]) -> None:
         """Remember the reliable solo runs among a task's further runs."""

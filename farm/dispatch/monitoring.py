@@ -103,8 +103,8 @@ class Events(contextlib.AbstractContextManager["Events"]):
         """Emit an event; fields that are None are left out."""
         if not self._sinks:
             return
-        moment = datetime.datetime.now(datetime.UTC)
-        entry: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
+        moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        entry: dict[str, Any] = {"time": moment, "event": event}
         if task is not None:
             entry |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
         entry |= {name: value for name, value in fields.items() if value is not None}
@@ -392,8 +392,9 @@ class Progress:
         if self._console.is_terminal and not self._console.quiet:
             from rich.progress import TextColumn
 
-            column = TextColumn("{task.fields[note]}")
-            self._bar = start_bar(self._console, self._label, column, note="starting workers")
+            self._bar = start_bar(
+                self._console, self._label, TextColumn("{task.fields[note]}"), note="starting workers"
+            )
         else:
             self.say(f"{self._label}: starting workers")
         return self

@@ -5,7 +5,6 @@ restarts. Results go through Ray's object store. Defaults that Ray has changed b
 
 `HeadWatch` lets us exit before Ray aborts our process. Without its GCS, Ray's calls wait for a minute; then Ray aborts
 the calling process without a message of ours (checked on Ray 2.60: "Failed to connect to GCS within 60 seconds").
-`NodeWatch` reports which nodes joined or left.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
 
@@ -146,13 +145,6 @@ class ClusterLost(EnvironmentProblem):
     """Ray, or the joined cluster, has ended: running tasks are given back, and the same command continues."""
 
 
-class Head(Protocol):
-    """The processes that Ray depends on."""
-
-    def lost(self) -> str | None:
-        """Return a sentence about the process that ended; None while all run. Used from one thread."""
-
-
 class OwnHead:
     """The GCS and the raylet of a Ray that this process starts: its new children of these names."""
 
@@ -207,16 +199,14 @@ class JoinedHead:
 class HeadWatch:
     """Watches the head in a separate thread, since the main thread may wait inside Ray.
 
+    `lost` returns a sentence about the process that ended; None while all run that Ray depends on.
     `check` raises `ClusterLost`. If the main thread does not call it in time, because it waits inside `ray.init`, the
     process runs `clean_up` and exits with `EXIT_TEMPORARY`, before Ray aborts it.
     """
 
-    def __init__(
-        self, head: Head, clean_up: Callable[[], None] = lambda: None, leave: Callable[[int], None] = os._exit
-    ):
-        self._head = head
+    def __init__(self, lost: Callable[[], str | None], clean_up: Callable[[], None] = lambda: None) -> None:
+        self._lost = lost
         self._clean_up = clean_up
-        self._leave = leave
         self._patience_s = _PATIENCE_AT_START_S
         self.reason: str | None = None  # a sentence about the process that ended
         self._stopped = threading.Event()
@@ -236,7 +226,7 @@ class HeadWatch:
         While `ray.init` waits for its GCS it holds the interpreter's lock, so the thread cannot look (Ray 2.60).
         """
         if self.reason is None:
-            self.reason = self._head.lost()
+            self.reason = self._lost()
         self.check()
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -263,13 +253,13 @@ class HeadWatch:
         while self.reason is None:
             if self._stopped.wait(_LOOK_EVERY_S):
                 return
-            self.reason = self._head.lost()
+            self.reason = self._lost()
         if not self._noticed.wait(self._patience_s) and not self._stopped.is_set():
             print(f"error: {lost_words(self.reason)}", file=sys.stderr, flush=True)
             try:
                 self._clean_up()
             finally:
-                self._leave(EXIT_TEMPORARY)  # the same command continues
+                os._exit(EXIT_TEMPORARY)  # the same command continues
 
 
 def lost_words(reason: object) -> str:
@@ -277,7 +267,7 @@ def lost_words(reason: object) -> str:
     return f"{reason}; landed runs are safe; run the same command again to continue"
 
 
-_NODES_EVERY_S = 2.0
+_NODES_EVERY_S = 2.0  # between looks at the nodes; each one queries the head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,38 +278,6 @@ class RayNode:
     host: str
     cpus: int
     gpus: int
-
-
-class NodeWatch:
-    """Reports joining and leaving nodes of a cluster. `nodes`: those of the last look, by id; `ask`: `ray.nodes`."""
-
-    def __init__(self, ask: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self._ask = ask
-        self.nodes: dict[str, RayNode] = {}
-        self._looked_at = -math.inf
-
-    @property
-    def due(self) -> bool:
-        """Return whether it is time for another look; each one queries the head."""
-        return time.monotonic() - self._looked_at >= _NODES_EVERY_S
-
-    def look(self) -> tuple[list[RayNode], list[RayNode]]:
-        """Return the nodes that joined and those that left since the last look; at first all have joined."""
-        self._looked_at = time.monotonic()
-        present = {
-            raw["NodeID"]: RayNode(
-                node_id=raw["NodeID"],
-                host=raw["NodeManagerHostname"],
-                cpus=int(raw["Resources"].get("CPU", 0)),
-                gpus=int(raw["Resources"].get("GPU", 0)),
-            )
-            for raw in self._ask()
-            if raw["Alive"]
-        }
-        joined = [node for key, node in present.items() if key not in self.nodes]
-        departed = [node for key, node in self.nodes.items() if key not in present]
-        self.nodes = present
-        return joined, departed
 
 
 def actor_class() -> type:
@@ -411,6 +369,8 @@ class RayExecutor:
         self._was_ready = False  # whether any worker has ever been ready
         self._ray: Any = None  # the module, once it is imported
         self._joined = cluster.address is not None
+        self._nodes: dict[str, RayNode] = {}  # at the last look, by id
+        self._looked_at = -math.inf
         self._waiting: list[_Waiting] = []  # each node gathers GPUs for its first one
         self._gpus: Counter[str] = Counter()  # node -> working GPUs: at first one for each worker
         self._added = 0  # number of waiting tasks and replacement workers so far, for names
@@ -441,10 +401,8 @@ class RayExecutor:
             self._join()
         else:
             self._start_own(pinned)
-        head = self._watched_head
-        head.started()
+        self._watched_head.started()
         self._own_node = ray.get_runtime_context().get_node_id()
-        self._watch = NodeWatch(lambda: head.call(ray.nodes))
         self._follow_nodes()
         if not self._seats:
             raise EnvironmentProblem(f"cluster.address={self._cluster.address}: the cluster has no GPU")
@@ -456,7 +414,7 @@ class RayExecutor:
         return self._head
 
     def _join(self) -> None:
-        self._head = HeadWatch(JoinedHead(*self._cluster.place()))
+        self._head = HeadWatch(JoinedHead(*self._cluster.place()).lost)
         try:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray raises many kinds
@@ -470,7 +428,7 @@ class RayExecutor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid or "" for slot in slots)
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._folder = make_ray_folder()
-        self._head = HeadWatch(OwnHead(), self._end_own)
+        self._head = HeadWatch(OwnHead().lost, self._end_own)
         try:
             self._ray.init(
                 address="local",
@@ -497,19 +455,32 @@ class RayExecutor:
                 os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     def _follow_nodes(self) -> list[Completion]:
-        """Start actors on nodes that joined, and report tasks on nodes that left as lost."""
-        joined, departed = self._watch.look()
+        """Start actors on nodes that joined since the last look, and report tasks on nodes that left as lost."""
+        self._looked_at = time.monotonic()
+        present = {
+            raw["NodeID"]: RayNode(
+                node_id=raw["NodeID"],
+                host=raw["NodeManagerHostname"],
+                cpus=int(raw["Resources"].get("CPU", 0)),
+                gpus=int(raw["Resources"].get("GPU", 0)),
+            )
+            for raw in self._watched_head.call(self._ray.nodes)
+            if raw["Alive"]
+        }
+        joined = [node for key, node in present.items() if key not in self._nodes]
+        departed = [node for key, node in self._nodes.items() if key not in present]
+        self._nodes = present
         if any(node.node_id == self._own_node for node in departed):
             raise ClusterLost("the Ray node on this machine, which ties us to the cluster, has ended")
         lost = [completion for node in departed for completion in self._drop_node(node)]
         for node in joined:
-            count = self._add_node(node)
+            self._add_node(node)
             if self._was_ready:
-                self._notices.append(f"node {node.host} joined; {count} workers start there")
+                self._notices.append(f"node {node.host} joined; {self._gpus[node.node_id]} workers start there")
         return lost
 
-    def _add_node(self, node: RayNode) -> int:
-        """Create a node's actors; return their number. `device.count` applies to each node."""
+    def _add_node(self, node: RayNode) -> None:
+        """Create a node's actors. `device.count` applies to each node."""
         if self._choice.backend == "cuda":
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
@@ -518,7 +489,6 @@ class RayExecutor:
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
             self._add_worker(node, name, slot_key)
-        return len(keys)
 
     def _add_worker(self, node: RayNode, name: str, slot_key: str | None, gpus: int = 1) -> _Seat:
         """Create an actor on a node; one of several `gpus` on those that Ray reserves for it together."""
@@ -632,9 +602,9 @@ class RayExecutor:
             self._run(fitting, task, upcoming)
             return
         near = next((seat.node for seat in idle if self._gpus[seat.node.node_id] >= gpus), None)
-        node = near or max(self._watch.nodes.values(), key=lambda node: self._gpus[node.node_id])
+        node = near or max(self._nodes.values(), key=lambda node: self._gpus[node.node_id])
         self._added += 1
-        asked = next((seat.name for seat in idle), "")
+        asked = idle[0].name if idle else ""
         self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, asked))
         self._make_room(node)
 
@@ -653,7 +623,7 @@ class RayExecutor:
                     completions.append(self._take_run(asked[ref]))
         else:  # all remaining tasks wait for their next attempt
             time.sleep(timeout_s)
-        if self._watch.due:
+        if time.monotonic() - self._looked_at >= _NODES_EVERY_S:
             completions += self._follow_nodes()
             for seat in self._in("unreached"):
                 self._await_ready(seat)

@@ -574,10 +574,9 @@ class Queue(contextlib.AbstractContextManager["Queue"]):
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str]) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not done."""
-        seq = self._seq(job_id)
         with self._file.transaction():
             return self._file.many(
-                _FINISH, [(status, None, None, None, seq, index) for index, status in statuses.items()]
+                _FINISH, [(status, None, None, None, self._seq(job_id), index) for index, status in statuses.items()]
             )
 
     def cap_waits(self, now: float) -> int:
@@ -669,8 +668,7 @@ class Queue(contextlib.AbstractContextManager["Queue"]):
 
     def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
         """Return the counts of tasks by state: of one job, of all jobs for one device, or of all."""
-        only = None if job_id is None else self._seq(job_id)
-        return _counts_of(row[1:] for row in self._tallies(only, device))
+        return _counts_of(row[1:] for row in self._tallies(None if job_id is None else self._seq(job_id), device))
 
     def pending(self, job_id: str | None = None, device: str | None = None) -> int:
         """Return the number of tasks that are neither done nor cancelled."""

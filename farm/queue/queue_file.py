@@ -259,7 +259,7 @@ class Submission:
             self._ranges.append((first, index))
 
     def undo(self) -> None:
-        """Remove the added tasks and restore the job. Started tasks, and so their job, stay."""
+        """Remove the added tasks, restore the job and shrink the file. Started tasks, and so their job, stay."""
         (seq,) = self._file.only("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
         for first, last in self._ranges:
             for low in range(first, last + 1, _TASKS_AT_ONCE):
@@ -267,7 +267,11 @@ class Submission:
                     self._remove(seq, low, min(low + _TASKS_AT_ONCE - 1, last))
         with self._file.transaction(durable=True):
             self._restore(seq)
-        self._shrink()
+        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
+        if 2 * free > pages:  # otherwise later tasks reuse the space
+            with contextlib.suppress(QueueError, ValueError):  # another process is reading
+                self._file.all("VACUUM")
+                self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _remove(self, seq: int, low: int, high: int) -> None:
         here = "job_seq = ? AND task_index BETWEEN ? AND ?"
@@ -299,11 +303,3 @@ class Submission:
             "AND (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NOT NULL",
             (seq,),
         )
-
-    def _shrink(self) -> None:
-        """Shrink the file if most of it is free now; otherwise later tasks reuse the space."""
-        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
-        if 2 * free > pages:
-            with contextlib.suppress(QueueError, ValueError):  # another process is reading
-                self._file.all("VACUUM")
-                self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -220,8 +220,7 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
-        names = {404: "not-found", 405: "method-not-allowed"}
-        name = names.get(error.status_code, "invalid-request")
+        name = {404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "invalid-request")
         problem = Problem(error.status_code, name, str(error.detail), headers=dict(error.headers or {}))
         return answered(request, problem)
 
@@ -395,8 +394,7 @@ class EstimationService:
         if len(question.text) > _LARGEST_QUESTION:
             detail = f"A question for a trace has at most {_LARGEST_QUESTION // 1024} KiB of JSON."
             raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
-        key = question.key(self._state.text)
-        row = await self.questions.ask(key, question.text, caller.client)
+        row = await self.questions.ask(question.key(self._state.text), question.text, caller.client)
         if row is None:
             raise busy("Your share of the questions that wait for a trace is used up; try again later.", 30)
         if row.is_finished:

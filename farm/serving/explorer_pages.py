@@ -115,8 +115,7 @@ class ExplorerPages:
             raise
 
     def _read(self, page: AnswerPage, ends: Ends) -> Response:
-        connection = connect(self._folder, share=self._page_limits.share)
-        with ExplorerReader(connection, self._limits.query_s) as reader:
+        with ExplorerReader(connect(self._folder, share=self._page_limits.share), self._limits.query_s) as reader:
             ends.append(reader.interrupt)
             return page(reader)
 

@@ -122,8 +122,8 @@ class Scrubber:
             os.getcwd(): "the working folder",
             os.path.expanduser("~"): "the home folder",
         }
-        rooted = {path: label for path, label in labels.items() if len(path) > 1}  # `/` itself is in every URL
-        self.labels = sorted(rooted.items(), key=lambda pair: -len(pair[0]))
+        rooted = (pair for pair in labels.items() if len(pair[0]) > 1)  # `/` itself is in every URL
+        self.labels = sorted(rooted, key=lambda pair: -len(pair[0]))
 
     def text(self, text: str) -> str:
         """Return the text without this machine's folders."""

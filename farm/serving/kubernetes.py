@@ -63,8 +63,7 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
         dialect = annotations.get(WRITE)
         if dialect is not None and dialect not in DIALECTS:
             raise unknown_name(WRITE, dialect, DIALECTS)
-        request = request_at({"device": device_of(pod), **job_of_text(text, JOB)}, JOB)
-        estimate = await answer(request)
+        estimate = await answer(request_at({"device": device_of(pod), **job_of_text(text, JOB)}, JOB))
     except UsageError as error:
         return annotation_patch(annotations, {PROBLEM: str(error)[:_LONGEST]})
     except Problem as problem:

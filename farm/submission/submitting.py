@@ -494,7 +494,8 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
             trials -= queue.next_index(_job_id(settings))
     if trials <= ASK_ABOVE:
         return
-    needed_bytes = queue_bytes(trials, task_texts(settings, 0, _EXAMPLES))
+    lengths = [len(text.encode()) for text in task_texts(settings, 0, _EXAMPLES)]
+    needed_bytes = round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
     free_bytes = shutil.disk_usage(existing_folder(folder.root)).free
     asked = (
         f"this queues {trials:,} trials, about {_size(needed_bytes)} in {folder.queue} ({_size(free_bytes)} are free)"
@@ -508,12 +509,6 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
     print(f"{asked}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was queued")
-
-
-def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
-    """Estimate the size in bytes of `trials` trials in the queue's file, from the texts of a few."""
-    lengths = [len(text.encode()) for text in example_texts]
-    return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 
 
 def existing_folder(path: Path) -> Path:
