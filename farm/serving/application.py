@@ -1,27 +1,30 @@
 """The service's application: its routes, the answers of one process, and its problem documents.
 
-Start reading at `make_application`; each route calls a method of `EstimationService`.
+Start reading at `make_application`; each route calls a method of `EstimationService`. `review_pod` is the admission
+webhook for Kubernetes, which annotates a pod that names its job with an estimate.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
-from conf.errors import CommandError
+from conf.errors import CommandError, UsageError, unknown_name
 from farm.serving.bodies import (
     MLP_EXAMPLE,
     AdmitAnswer,
@@ -65,7 +68,7 @@ from farm.serving.gate import (
     invalid,
     problem_response,
 )
-from farm.serving.kubernetes import review as review_pod
+from farm.serving.scheduling import DEVICE, JOB, PREFIX, device_of, job_of_text, value_at
 from farm.serving.settings import ServeSettings
 from farm.serving.traces import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
 from featurize.device.device_spec import describe_device, device_names
@@ -74,6 +77,10 @@ from learn.estimation.job_estimate import Estimate
 from learn.sharing.admitting import GpuState, admit
 from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
+
+if TYPE_CHECKING:
+    from learn.estimation.job_estimate import Estimate
+
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PROBLEM = {"model": ProblemDocument, "content": {PROBLEM_TYPE: {}}}
@@ -452,3 +459,95 @@ def _answer_of(kind: str, row: QuestionRow) -> dict[str, Any]:
 
 def _json(value: Any, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(value).encode(), int(status), headers, _JSON)
+
+
+_WRITE = f"{PREFIX}write"
+# How schedulers that share GPUs spell memory: an annotation of the pod, or a limit of its container.
+_KAI, _HAMI, _KOORDINATOR = _DIALECTS = ("kai", "hami", "koordinator")
+_KAI_MEMORY, _HAMI_MEMORY, _KOORDINATOR_MEMORY = "gpu-memory", "nvidia.com/gpumem", "koordinator.sh/gpu-memory"
+_GPU_LIMITS = ("nvidia.com/gpu", "koordinator.sh/gpu", "koordinator.sh/gpu-core", "koordinator.sh/gpu-shared")
+_API_VERSION = "admission.k8s.io/v1"
+_LONGEST_NOTE = 250  # characters of a problem
+
+EstimateOf = Callable[[EstimateRequest], Awaitable[Estimate]]
+_Patch = list[dict[str, Any]]
+
+
+async def review_pod(asked: Mapping[str, Any], answer: EstimateOf) -> dict[str, Any]:
+    """Return the AdmissionReview that answers `asked`.
+
+    A pod is always allowed, and every problem becomes an annotation: an estimate must not keep a pod from starting. So
+    does a job that is not known in time; `farm.kueue` waits for its trace.
+
+    Args:
+        asked: The API server's review of a pod.
+        answer: Returns the estimate of a request if it is known; raises `Problem`.
+
+    Raises:
+        Problem: It is not an AdmissionReview of version v1.
+    """
+    request = asked.get("request")
+    if asked.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:
+        raise Problem(422, "invalid-request", f"an AdmissionReview of {_API_VERSION} is wanted", (("/apiVersion", ""),))
+    response: dict[str, Any] = {"uid": str(request["uid"]), "allowed": True}
+    pod = request.get("object")
+    if isinstance(pod, Mapping) and pod.get("kind") == "Pod" and (patch := await _patch_of(pod, answer)):
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
+    return {"apiVersion": _API_VERSION, "kind": "AdmissionReview", "response": response}
+
+
+async def _patch_of(pod: Mapping[str, Any], answer: EstimateOf) -> _Patch:
+    annotations = value_at(pod, "metadata.annotations", dict)
+    text = annotations.get(JOB)
+    if not isinstance(text, str):
+        return []
+    try:
+        dialect = annotations.get(_WRITE)
+        if dialect is not None and dialect not in _DIALECTS:
+            raise unknown_name(_WRITE, dialect, _DIALECTS)
+        estimate = await answer(request_at({"device": device_of(pod), **job_of_text(text, JOB)}, JOB))
+    except (UsageError, Problem) as error:
+        detail = error.detail if isinstance(error, Problem) else str(error)
+        return _annotation_patch(annotations, {f"{PREFIX}problem": detail[:_LONGEST_NOTE]})
+    fits = "unknown" if estimate.fits_device is None else str(estimate.fits_device).lower()
+    needed = math.ceil(estimate.needed_mib)
+    notes = {
+        f"{PREFIX}peak-memory-mib": str(math.ceil(estimate.peak_memory_mib)),
+        f"{PREFIX}upper-mib": str(needed),
+        f"{PREFIX}fits": fits,
+        DEVICE: estimate.device,
+    }
+    if dialect == _KAI and _KAI_MEMORY not in annotations:
+        notes[_KAI_MEMORY] = str(needed)
+    patch = _annotation_patch(annotations, notes)
+    if dialect in (_HAMI, _KOORDINATOR):
+        patch += _limit(pod, dialect, needed)
+    return patch
+
+
+def _annotation_patch(present: Mapping[str, Any], notes: Mapping[str, str]) -> _Patch:
+    """Return the patch that sets annotations, replacing those copied from another pod."""
+    if not present:
+        return [{"op": "add", "path": "/metadata/annotations", "value": dict(notes)}]
+    return [{"op": "add", "path": f"/metadata/annotations/{_escape(name)}", "value": notes[name]} for name in notes]
+
+
+def _limit(pod: Mapping[str, Any], dialect: str, needed: int) -> _Patch:
+    """Return the patch that limits the memory of containers that request a GPU and set no limit."""
+    name = _HAMI_MEMORY if dialect == _HAMI else _KOORDINATOR_MEMORY
+    value = str(needed) if dialect == _HAMI else f"{needed}Mi"
+    patch: _Patch = []
+    for place, container in enumerate(value_at(pod, "spec.containers", list)):
+        limits = value_at(container, "resources.limits", dict)
+        if name in limits or not any(gpu in limits for gpu in _GPU_LIMITS):
+            continue
+        base = f"/spec/containers/{place}/resources"
+        patch.append({"op": "add", "path": f"{base}/limits/{_escape(name)}", "value": value})
+        if dialect == _KOORDINATOR and isinstance(value_at(container, "resources", dict).get("requests"), dict):
+            patch.append({"op": "add", "path": f"{base}/requests/{_escape(name)}", "value": value})
+    return patch
+
+
+def _escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
