@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.files.identity import version_of
 from farm.serving.bodies import (
     MLP_EXAMPLE,
     AdmitAnswer,
@@ -44,7 +45,6 @@ from farm.serving.bodies import (
     PlanRequest,
     Policy,
     ProblemDocument,
-    ServiceState,
     config_at,
     device_at,
     estimate_question,
@@ -71,6 +71,7 @@ from farm.serving.gate import (
 from farm.serving.scheduling import DEVICE, JOB, PREFIX, device_of, job_of_text, value_at
 from farm.serving.settings import ServeSettings
 from farm.serving.traces import DONE, FAILED, QuestionRow, RemoteQuestions, TraceStore
+from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import describe_device, device_names
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
@@ -240,6 +241,7 @@ def _add_problems(app: FastAPI) -> None:
 _JSON = "application/json"
 _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
+_MODELS_EVERY_S = 10.0  # between looks for refitted models
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
 _TOGETHER = 32  # jobs of a batch at a time: other requests get turns in between
 _CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
@@ -264,7 +266,8 @@ class EstimationService:
         self._thread = ThreadPoolExecutor(1, "estimates")
         self.policy = Policy(settings.trust, settings.scripts)
         self.working, self.waiting = Places(settings.limits.concurrent), Places(settings.limits.concurrent)
-        self._state = ServiceState(folder)
+        self._models = folder.models
+        self._models_read_at = float("-inf")
         self.warm = False
 
     async def estimate(self, request: EstimateRequest, caller: Caller) -> Response:
@@ -382,11 +385,19 @@ class EstimationService:
         )
         self.metrics.answered("fast")
         return {
-            "id": question.key(self._state.text),
+            "id": self._key(question),
             "status": "done",
             "method": "fast",
             "estimate": self.scrubber.values(answer),
         }
+
+    def _key(self, question: ClientQuestion) -> str:
+        """Return the question's id, another one whenever answers may change: with the code, and with fitted models."""
+        if time.monotonic() - self._models_read_at > _MODELS_EVERY_S:
+            self._models_read_at = time.monotonic()
+            fitted = (f"{path.parent.name}/{path.name}" for path in sorted(self._models.glob("*/*")))
+            self._state = "\n".join([version_of("gpufarm") or "unknown", FEATURES_STAMP, *fitted])
+        return question.key(self._state)
 
     async def _of_batch(self, job: dict[str, Any], place: int, caller: Caller) -> dict[str, Any]:
         try:
@@ -401,7 +412,7 @@ class EstimationService:
         if len(question.text) > _LARGEST_QUESTION:
             detail = f"A question for a trace has at most {_LARGEST_QUESTION // 1024} KiB of JSON."
             raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
-        row = await self.questions.ask(question.key(self._state.text), question.text, caller.client)
+        row = await self.questions.ask(self._key(question), question.text, caller.client)
         if row is None:
             raise busy("Your share of the questions that wait for a trace is used up; try again later.", 30)
         if row.is_finished:

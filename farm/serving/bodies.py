@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from conf.errors import CommandError, UsageError
-from conf.files.identity import version_of
 from farm.serving.gate import Problem, invalid
-from featurize.configs.features import FEATURES_STAMP
 from featurize.configs.trial import TrialConfig, config_of_row, refusal
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device, device_names
-from warehouse.files.folder import DataFolder
 
 Text = Annotated[str, StringConstraints(max_length=512)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -350,7 +345,6 @@ class Health(BaseModel):
 _KEY_CHARACTERS = 32
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
-_LOOK_EVERY_S = 10.0  # between looks for refitted models
 _DEEPEST_AT_ONCE = 128  # depth that takes some 3 ms, which blocks other answers of the process
 
 
@@ -573,30 +567,3 @@ def _as_problem(pointer: str) -> Iterator[None]:
         raise invalid(str(error), pointer) from error
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError, LookupError) as error:
         raise invalid(f"not understood: {type(error).__name__}", pointer) from error
-
-
-class ServiceState:
-    """The state that answers depend on beside the question: the code, and the models in the data folder.
-
-    The names of the fitted models are read again every few seconds.
-    """
-
-    def __init__(self, folder: DataFolder) -> None:
-        self._models = folder.models
-        self._looked_at = float("-inf")
-        self._text = ""
-
-    @property
-    def text(self) -> str:
-        """Return a text that changes whenever answers may change."""
-        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
-            self._looked_at = time.monotonic()
-            self._text = "\n".join([version_of("gpufarm") or "unknown", FEATURES_STAMP, *self._fitted()])
-        return self._text
-
-    def _fitted(self) -> list[str]:
-        try:
-            targets = sorted(entry.path for entry in os.scandir(self._models) if entry.is_dir())
-            return [f"{os.path.basename(folder)}/{name}" for folder in targets for name in sorted(os.listdir(folder))]
-        except OSError:
-            return []
