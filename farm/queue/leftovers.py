@@ -19,7 +19,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,25 +28,13 @@ from conf.files.identity import alive, identity, process_stat
 from conf.files.own_folders import OWNER_FILE, PREFIXES, delete_folder, make_folder, open_own_file, own_folder
 from warehouse.files.plain_file import is_held, locked, read_lock
 
-_MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.[0-9]{1,20}")
+# The process id, its start in kernel ticks since boot, the boot id, and the namespace.
+_IDENTITY = re.compile(r"(?P<pid>[1-9][0-9]{0,9})@(?P<start>[0-9]{1,20})@(?P<boot>[0-9a-f]{8})\.[0-9]{1,20}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Marker:
-    """A process: its identity, and of that the process id, its start in kernel ticks since boot, and the boot id."""
-
-    text: str
-    pid: int
-    start_ticks: int
-    boot: str
-
-
-def parse_marker(text: object) -> Marker | None:
-    """Parse a process's identity; return None for any other text."""
-    match = _MARKER.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        return None
-    return Marker(text=match[0], pid=int(match[1]), start_ticks=int(match[2]), boot=match[3])
+def _parse_identity(text: object) -> re.Match[str] | None:
+    """Return the parts of a process's identity; None for any other text."""
+    return _IDENTITY.fullmatch(text) if isinstance(text, str) else None
 
 
 _OWNER_BYTES = 256
@@ -97,9 +84,9 @@ def _delete_if_abandoned(path: Path, now: float) -> bool:
         if folder is None:
             return False
         owner, age_s = _owner_of(folder), now - os.fstat(folder).st_mtime
-    marker, ours = parse_marker(owner), parse_marker(identity(os.getpid()))
-    if marker is not None and ours is not None and marker.boot == ours.boot:
-        abandoned = not alive(marker.text)
+    maker, ours = _parse_identity(owner), _parse_identity(identity(os.getpid()))
+    if maker is not None and ours is not None and maker["boot"] == ours["boot"]:
+        abandoned = not alive(maker[0])
     else:
         abandoned = age_s > _UNOWNED_AFTER_S
     return abandoned and delete_folder(path)
@@ -142,10 +129,10 @@ def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
 
 def _is_orphan(process: psutil.Process) -> bool:
     try:
-        dispatcher = parse_marker(_session_of(process.pid))
-        if dispatcher is None or alive(dispatcher.text):
+        dispatcher = _parse_identity(_session_of(process.pid))
+        if dispatcher is None or alive(dispatcher[0]):
             return False
-        began_after = int(process_stat(process.pid)[19]) >= dispatcher.start_ticks
+        began_after = int(process_stat(process.pid)[19]) >= int(dispatcher["start"])
         return began_after and set(process.uids()) == {os.geteuid()}
     except (psutil.Error, OSError):  # gone, or not accessible
         return False
@@ -177,8 +164,8 @@ def hold_dispatcher_lock(path: Path) -> Iterator[None]:
     """
 
     def busy() -> DispatcherBusy:
-        marker = _holder_of(path)
-        named = f"process {marker.pid}" if marker else "its process is not known"
+        holder = _holder_of(path)
+        named = f"process {holder['pid']}" if holder else "its process is not known"
         return DispatcherBusy(f"a dispatcher ({named}) already works on data={path.parent.parent}")
 
     with locked(path, busy, written=True) as file:
@@ -197,14 +184,14 @@ def dispatcher_of(path: Path) -> int | None:
 
     It counts while the lock is held, even if its process is in another boot or namespace and cannot be examined.
     """
-    marker = _holder_of(path)
-    return marker.pid if marker is not None and alive(marker.text) and is_held(path) else None
+    holder = _holder_of(path)
+    return int(holder["pid"]) if holder is not None and alive(holder[0]) and is_held(path) else None
 
 
-def _holder_of(path: Path) -> Marker | None:
-    """Return the dispatcher that the lock names; None if it names none completely."""
+def _holder_of(path: Path) -> re.Match[str] | None:
+    """Return the identity of the dispatcher that the lock names; None if it names none completely."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
     except (ValueError, RecursionError):  # ValueError includes invalid UTF-8
         return None
-    return parse_marker(content.get("dispatcher")) if isinstance(content, dict) else None
+    return _parse_identity(content.get("dispatcher")) if isinstance(content, dict) else None
