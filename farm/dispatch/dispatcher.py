@@ -424,7 +424,8 @@ class Dispatcher:
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; an unreadable one is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> its next task, leased already so it can prepare
-        self._alone = RunsAlone()
+        # Solo runs landed here, by worker, settings and config: those of another GPU or night would differ.
+        self._alone: dict[tuple[str, TrialSettings, str], Run] = {}
         self._returned: list[Completion] = []  # to land, in this order
         self._failing_since_s: float | None = None  # by `steady`: when the first of them failed to land
         self._stuck_at: dict[str, float] = {}  # run_id -> deadline of its completion, by `steady`
@@ -492,7 +493,9 @@ class Dispatcher:
 
     def _spec(self, task: Task, worker: str) -> Task:
         (config, *partners), _ = self._code.decide_all((task.config, *task.partners))
-        return replace(task, config=config, partners=tuple(partners), alone=self._alone.of(task, worker))
+        members = (task.config, *task.partners) if task.partners else ()
+        alone = tuple(self._alone.get((worker, task.settings, config_hash(member))) for member in members)
+        return replace(task, config=config, partners=tuple(partners), alone=alone)
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
@@ -615,7 +618,9 @@ class Dispatcher:
             for run_result in (*result.others, result):
                 self._write(as_final(run_result))
         if isinstance(task, Task) and worker is not None:
-            self._alone.landed(task, worker, result.others)
+            for solo in (further.run for further in result.others if further.run.group_id is None):
+                if solo.status in MEASURED and solo.quality != "untrusted" and solo.config_hash:
+                    self._alone[worker, task.settings, solo.config_hash] = solo
         run = result.run
         self._queue.finish(task, run.status, self._wall(), error=run.error)
         self._progress.landed(run)
@@ -706,24 +711,3 @@ class StopRequest:
             raise KeyboardInterrupt
         self.asked = True
         print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
-
-
-class RunsAlone:
-    """Solo runs that this dispatcher has landed, by worker: those of another GPU or night would differ."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, TrialSettings, str], Run] = {}
-
-    def of(self, task: Task, worker: str) -> tuple[Run | None, ...]:
-        """Return the solo run of each member of a task's group, None if it has to run; () without a group."""
-        if not task.partners:
-            return ()
-        return tuple(
-            self._known.get((worker, task.settings, config_hash(config))) for config in (task.config, *task.partners)
-        )
-
-    def landed(self, task: Task, worker: str, results: Iterable[RunResult]) -> None:
-        """Remember the reliable solo runs among a task's further runs."""
-        for run in (result.run for result in results):
-            if run.group_id is None and run.status in MEASURED and run.quality != "untrusted" and run.config_hash:
-                self._known[worker, task.settings, run.config_hash] = run
