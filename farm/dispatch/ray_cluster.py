@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -35,13 +35,10 @@ from conf.files.identity import alive, identity
 from conf.files.own_folders import delete_folder
 from farm.dispatch.executors import Completion
 from farm.queue.leftovers import end_processes, make_ray_folder
+from featurize.job.layout import Parallel
 from workers.devices import DeviceChoice, make_device
 from workers.task import RunResult, Task
 from workers.telemetry.sampler import call_in_thread
-
-if TYPE_CHECKING:
-    from featurize.job.layout import Parallel
-
 
 _ANSWER_TIMEOUT_S = 5.0
 _ERROR_CHARACTERS = 400

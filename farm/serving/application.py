@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -78,10 +78,6 @@ from learn.estimation.job_estimate import Estimate
 from learn.sharing.admitting import GpuState, admit
 from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
-
-if TYPE_CHECKING:
-    from learn.estimation.job_estimate import Estimate
-
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PROBLEM = {"model": ProblemDocument, "content": {PROBLEM_TYPE: {}}}
