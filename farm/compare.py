@@ -34,8 +34,21 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg
-from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, RunSet, Side, error_of
-from farm.comparison.run import Change, CompareSettings, Operators, Result, run_comparison
+from farm.comparison.run import (
+    LABELS,
+    MEMORY,
+    STEP_TIME,
+    Change,
+    CompareSettings,
+    Comparison,
+    Environment,
+    Operators,
+    Result,
+    RunSet,
+    Side,
+    error_of,
+    run_comparison,
+)
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT

@@ -1,7 +1,7 @@
 """Runs inside an environment: describes it, traces training steps and reports the cost of each operator.
 
 Start reading at `summary_of`. `trace_steps` and `describe_software` are functions of child processes, which
-`farm.comparison.pairs.ask_environment` asks in JSON. torch is imported on use.
+`farm.comparison.run.ask_environment` asks in JSON. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     """
     from featurize.configs.trial import config_from_mapping
     from featurize.memory.replay import replay
-    from featurize.timing.simulation import operator_costs
+    from featurize.timing.step_time import operator_costs
     from featurize.trace.tracer import TraceError, trace_config
 
     try:

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import UsageError
-from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
-from farm.comparison.run import compare_operators, traced
+from farm.comparison.run import Environment, RunSet, code_folder, compare_operators, compare_runs, side_of, traced
 from farm.comparison.traced_operators import summary_of
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
