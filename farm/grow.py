@@ -17,8 +17,7 @@ from farm.dispatch.dispatcher import EXIT_ALL_FAILED
 from farm.dispatch.monitoring import Service
 from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
-from farm.nights.plan import choice_lines, environment_now, machine_of, make_plan
-from farm.nights.settings import GrowSettings
+from farm.nights.plan import GrowSettings, choice_lines, environment_now, machine_of, make_plan
 from farm.queue.jobs import Queue, queue_to_read
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder

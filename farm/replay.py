@@ -34,8 +34,15 @@ from conf.reports.blocks import (
     write_page,
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
-from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, ReplaySettings, Standing, run_crossing
-from farm.replaying.simulator import ReplayResult
+from farm.replaying.simulator import (
+    NO_ESTIMATOR,
+    CrossedReplays,
+    Interval,
+    ReplayResult,
+    ReplaySettings,
+    Standing,
+    run_crossing,
+)
 from warehouse.files.folder import DataFolder
 
 HEADS = (

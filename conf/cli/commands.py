@@ -45,7 +45,7 @@ TABLE = {  # by the module that `python -m` runs
         "Take a job's waiting tasks out of the queue; what runs already finishes, and every run that landed stays.",
     ),
     "farm.grow": Command(
-        "farm.nights.settings:GrowSettings",
+        "farm.nights.plan:GrowSettings",
         "One growth cycle: canaries, choose what to measure, run it, land it, learn from it, report.",
     ),
     "farm.compare": Command(
@@ -54,7 +54,7 @@ TABLE = {  # by the module that `python -m` runs
         "module.",
     ),
     "farm.replay": Command(
-        "farm.replaying.crossing:ReplaySettings",
+        "farm.replaying.simulator:ReplaySettings",
         "Replay a cluster's trace on GPUs that jobs share, under policies and estimators: makespan, crashes, energy.",
     ),
     "farm.serve": Command(

@@ -43,6 +43,7 @@ from farm.nights.journal import (
     plain,
 )
 from farm.nights.plan import (
+    GrowSettings,
     Machine,
     Plan,
     choice_lines,
@@ -57,7 +58,6 @@ from farm.nights.plan import (
     submit_listed,
     tasks_run,
 )
-from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
 from featurize.configs.trial import TrialConfig
@@ -357,7 +357,7 @@ class NightWork:
         return dataclasses.replace(promotion, why=promotion.why + caveat)
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
-        from farm.nights.report_page import write_report
+        from farm.nights.report import write_report
 
         ended = dataclasses.replace(self.cycle, outcome=outcome, said=sentence)
         path = write_report(self.folder, ended, [*self.earlier(), ended], self._next_plan())

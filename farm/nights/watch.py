@@ -26,7 +26,7 @@ from farm.nights.canaries import (
     history_of,
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
-from farm.sampling.coverage import memory_cells
+from farm.sampling.selection import memory_cells
 from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of

@@ -14,7 +14,7 @@ import tempfile
 import numpy as np
 
 from farm.nights.journal import Journal
-from farm.nights.settings import NEED_LIBRARIES
+from farm.nights.plan import NEED_LIBRARIES
 from featurize.configs.dimensions import default_space
 from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space

@@ -15,8 +15,7 @@ from canary_nights import CANARIES, DEVICE, FEW, NEW, OLD, Lab, of, usual, where
 
 from farm.nights.canaries import canaries_to_confirm, tolerance_of
 from farm.nights.journal import Journal, plain
-from farm.nights.plan import Machine
-from farm.nights.settings import NEED_LIBRARIES
+from farm.nights.plan import NEED_LIBRARIES, Machine
 from farm.nights.watch import EVERYTHING, OPERATORS, OTHER, drift_of, operator_of_kind, operators_of, remeasure, watch
 from featurize.configs.dimensions import default_space
 from featurize.configs.draws import Limits, sample

@@ -10,8 +10,17 @@ import pytest
 
 from conf.errors import UsageError
 from farm.replay import lines
-from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
-from farm.replaying.simulator import ClusterRules, Contention, replay
+from farm.replaying.simulator import (
+    NO_ESTIMATOR,
+    POLICIES,
+    ClusterRules,
+    Contention,
+    CrossedReplays,
+    ReplaySettings,
+    Standing,
+    make_policy,
+    replay,
+)
 from farm.replaying.traces import (
     ClusterTrace,
     JobType,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from farm.nights.journal import ChoicePayload, Journal, payload_of
-from farm.nights.report_page import write_report
+from farm.nights.report import write_report
 from tests.farm.canary_nights import DEVICE, OLD
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import run_row
