@@ -23,8 +23,8 @@ from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
-from featurize.timing.simulation import features as features_of_time
-from featurize.timing.simulation import operator_costs, python_loader_ms, time_steps
+from featurize.timing.step_time import features as features_of_time
+from featurize.timing.step_time import operator_costs, python_loader_ms, time_steps
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
@@ -234,7 +234,7 @@ def features_on(
     """Return the features of a step on each GPU model: name -> finite number, with the same names for every job.
 
     Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in [0, 1]. `job_priced_*` are the features of
-    `featurize.timing.simulation.features`, with the input pipeline of a plain loop if the job runs in one.
+    `featurize.timing.step_time.features`, with the input pipeline of a plain loop if the job runs in one.
 
     Args:
         trace: One step.

@@ -48,7 +48,7 @@ class Autocast:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self._installed = False  # whether the functions that it covers are replaced
+        self._installed = False
         self._cache: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def enter(self, phase: str) -> None:
@@ -75,20 +75,30 @@ class Autocast:
     @contextlib.contextmanager
     def switched(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Behave as inside a `torch.autocast` of that type; None is a disabled one."""
-        before = self.dtype, self._cache, self._installed
-        installs = dtype is not None and not self._installed
-        if dtype is not None and dtype is not self.dtype:
-            self._cache = {}
+        before, cache = self.dtype, self._cache
         self.dtype = dtype
-        self._installed = self._installed or installs
+        if dtype is not before and dtype is not None:
+            self._cache = {}
         try:
-            with all_replaced(self._changes() if installs else ()):
+            with self.installed() if dtype is not None else contextlib.nullcontext():
                 yield
         finally:
-            self.dtype, self._cache, self._installed = before
+            self.dtype, self._cache = before, cache
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace the functions that autocast covers by ones that cast as this object requires."""
+        if self._installed:
+            yield
+            return
+        with all_replaced(self._changes()):
+            self._installed = True
+            try:
+                yield
+            finally:
+                self._installed = False
 
     def _changes(self) -> Iterator[Change]:
-        """Yield the changes of the functions that autocast covers to ones that cast as this object requires."""
         for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
             for owner, listed in names.items():
                 for name in listed.split():

@@ -186,7 +186,8 @@ class _LinearCrossEntropy(Function):
         budget: int,
     ) -> Tensor:
         rows, width = x.shape
-        parts = -(-weight.shape[0] // (budget * width))
+        classes = weight.shape[0]
+        parts = -(-classes // (budget * width))
         step = min(1 << (-(-rows // parts) - 1).bit_length(), rows)
         trained = [_sums(weight, sums), _sums(bias, sums)]
         of_x = torch.zeros_like(x)
@@ -350,9 +351,8 @@ class Linear4Bit(_Quantized):
             scales = stored
             if outer is not None and offset is not None:
                 scales = OPS.dequantize_scales(stored, outer).add_(offset)
-            return OPS.dequantize_4bit(packed, scales, (self.out_features, self.in_features), self.weight_dtype).to(
-                dtype
-            )
+            shape = (self.out_features, self.in_features)
+            return OPS.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
 
         return dequantize
 

@@ -1,9 +1,8 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `ShardedRank`, which works within `pretended_ranks`: a trace is one rank of a process group without
-processes (`pretended_mesh`). `shards_on_meta` makes `fully_shard` and FSDP1 work on meta tensors, and reports the kinds
-of their memory to a recorder. The parts that it replaces are private to PyTorch; real ranks test it with the installed
-release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py).
+Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` makes `fully_shard` and FSDP1
+work on meta tensors, and reports the kinds of their memory to a recorder. The parts that it replaces are private to
+PyTorch; real ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py).
 `ring_attention` is context parallelism, also for real ranks: keys and values are gathered or rotated, and partial
 outputs merged by their log-sum-exp, by torch.distributed.tensor.experimental.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -21,8 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import _flat_param as flat
 from torch.distributed.fsdp import _fully_shard as package
@@ -36,7 +33,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as param
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 from torch.distributed.fsdp._fully_shard import _fsdp_state as state
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor, Shard, _redistribute
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import _dispatch as dispatch
 from torch.distributed.tensor import _op_schema as op_schema
 from torch.distributed.tensor import _random as random
@@ -50,9 +47,11 @@ from featurize.operators.tensor_parts import is_shared
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
 from featurize.recording.values import Inputs, mapped, named_tensors
-from featurize.training.rank import ReplicatedRank, Streams
+from featurize.training.experts import axes_of_groups, expert_mesh, mesh_of_sizes, pretended_mesh
+from featurize.training.rank import ReplicatedRank
 from featurize.training.ranks import Ranks
-from featurize.training.sharding import expert_mesh, mesh_of_sizes, real_tensors, shard
+from featurize.training.sharding import shard
+from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 _lock = threading.RLock()  # groups and replacements are per process: one trace at a time
@@ -65,7 +64,7 @@ class ShardedRank(ReplicatedRank):
         parallel: The job.
         mesh: The mesh of all ranks.
         streams: The GPU's streams.
-        experts: Result of `featurize.training.sharding.expert_mesh`, with `ep`.
+        experts: Result of `featurize.training.experts.expert_mesh`, with `ep`.
     """
 
     divides_graphs = True
@@ -88,9 +87,7 @@ class ShardedRank(ReplicatedRank):
         context = super().attach(recorder)
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
-        names = ((mesh, name) for mesh in (*others, self._mesh) for name in mesh.mesh_dim_names or ())
-        axes: dict[str, str] = {mesh.get_group(name).group_name: name for mesh, name in names}
-        self._ranks = Ranks(self._streams, axes)
+        self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
         recorder.among_ranks = self._ranks.ran
         return context if self._sequence is None else ring_attention(self._sequence, self.parallel)
 
@@ -144,64 +141,6 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 
 @contextlib.contextmanager
-def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Yield the mesh of a job's ranks, as one of them has it; nothing is sent within it.
-
-    Process groups of the caller are hidden inside, and restored afterwards.
-
-    Args:
-        parallel: The job.
-        rank: The rank's number, from 0.
-    """
-    # The import registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # Torch keeps its process groups in variables of its module.
-    replacements = {
-        "_pg_map": {},
-        "_pg_names": {},
-        "_pg_group_ranks": {},
-        "_pg_backend_config": {},
-        "_tags_to_pg": {},
-        "_pg_to_tag": {},
-        "_group_count": 1 << 30,  # names of groups are numbers; those of the caller's groups are smaller
-        "_world": distributed_c10d._World(),
-        "_backend": distributed_c10d._backend,
-        "_default_pg_init_method": distributed_c10d._default_pg_init_method,
-    }
-    changes: list[Change] = [(distributed_c10d, name, value) for name, value in replacements.items()]
-    # The start of a group replaces the hook by one that names the rank.
-    changes.append((sys, "excepthook", sys.excepthook))
-    calls = (torch.distributed, "init_process_group"), (torch.cuda, "set_device")  # of a model's own code
-    with contextlib.ExitStack() as stack:
-        # Finally, this process gets the rank of its own group back.
-        stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
-        stack.enter_context(all_replaced(changes))
-        # The backend that sends nothing.
-        distributed_c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
-        try:
-            with real_tensors():
-                mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
-            _forget_plans()
-            with all_replaced((owner, name, lambda *_, **__: None) for owner, name in calls):
-                yield mesh
-        finally:
-            _forget_plans()
-            # Not destroy_process_group: that also removes the caller's groups from the registry.
-            for name in list(distributed_c10d._world.pg_names.values()):
-                distributed_c10d._unregister_process_group(name)
-
-
-def _forget_plans() -> None:
-    """Clear DTensor's cache of redistributions: its key is the mesh's shape, without groups and rank."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks do not need it
-
-    _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute._planner_cache.clear()
-
-
-@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide warnings that the real job shows too: of fully_shard on outputs that are views, and of DTensor on
     consecutive reductions."""
@@ -220,7 +159,8 @@ _ATTENTION = "scaled_dot_product_attention"
 def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks that share a batch's sequence with this one. Every rank of the job has to call it."""
     cp, tp = parallel.degrees.cp, parallel.degrees.tp
-    return mesh_of_sizes(mesh, {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp})["cp"]
+    sizes = {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp}
+    return mesh_of_sizes(mesh, sizes)["cp"]
 
 
 @contextlib.contextmanager

@@ -29,9 +29,8 @@ from conf.reports.blocks import (
     page_bytes,
     print_page,
 )
-from infra.offline.estimated_runs import RULES, Absent, Results, read_results
 from infra.offline.results import CALLS, DATA, LOG, PROBES, SUMMARY, outcomes_of, slices_of, unfinished_tests, unpack
-from infra.offline.sections import SECTIONS, Finding
+from infra.offline.sections import RULES, SECTIONS, Absent, Finding, Results, read_results
 from warehouse.exchange.dataset import ExportSettings, export
 
 PAGE = "page.html"

@@ -1,4 +1,4 @@
--- Views of a lent machine's page, beside those of the warehouse; infra.offline.estimated_runs makes the tables.
+-- Views of a lent machine's page, beside those of the warehouse; infra.offline.sections makes the tables.
 --   figures    a row for each figure that is compared: its section and place, its title and limit, its packaged models
 --   estimates  a row for each run, estimator and figure; error is relative, but absolute for ratios; model is the
 --              packaged model that answered, NULL if the trace did, or for another training loop than the run's

@@ -26,8 +26,9 @@ from featurize.operators.replacing import without_collection
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.collectives import communicators_mib
-from featurize.timing.kernels import seconds_at_peak
-from featurize.timing.simulation import SimulatedStep, time_step
+from featurize.timing.overlap import SimulatedStep
+from featurize.timing.step_time import time_step
+from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import Estimate, Memory, estimators_named, uncertainty_of, widest
 from learn.estimation.known_runs import move_by_runs

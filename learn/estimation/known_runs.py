@@ -29,7 +29,7 @@ from warehouse.files.folder import DataFolder
 if TYPE_CHECKING:
     import os
 
-    from featurize.timing.simulation import SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
 

@@ -37,7 +37,7 @@ from featurize.operators.torch_releases import complete, matmul_allows_tf32
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.kernels import precision_in_words
+from featurize.timing.times import precision_in_words
 from featurize.trace.tracer import STEPS
 from featurize.training.training_step import AUTOCAST_DTYPES, WEIGHT_DTYPES
 from learn.script.command_line import ScriptCommand

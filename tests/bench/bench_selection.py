@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from farm.sampling.coverage import Known
 from farm.sampling.forecast import Forecaster
-from farm.sampling.selection import candidates, choose
+from farm.sampling.selection import Known, candidates, choose
 from featurize.configs.dimensions import default_space
 from featurize.configs.space import parse_space
 from featurize.configs.trial import config_hash

@@ -11,14 +11,15 @@ import pytest
 from conf.errors import UsageError
 from farm.nights.plan import code_names, read_plan, submit_listed
 from farm.queue.jobs import Queue
-from farm.sampling.coverage import Known, known_runs
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
     POLICIES,
     CandidatePool,
+    Known,
     candidates,
     chance_to_fit,
     choose,
+    known_runs,
     merge_pools,
 )
 from featurize.configs.draws import sample

@@ -13,7 +13,7 @@ from featurize.job.training_settings import Training
 from featurize.nets import vision
 from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
 from featurize.nets.prenorm import RoutedExperts
-from featurize.timing.simulation import simulate
+from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy
 

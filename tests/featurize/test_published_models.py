@@ -9,12 +9,12 @@ from published_models import BATCH, MODELS
 from torch import nn
 
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import Training
 from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import bytes_of
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from featurize.configs.trial import OPTIMIZERS
-from featurize.job.training_settings import Training
 from featurize.operators.torch_releases import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
-from featurize.training.training_step import TrainingStep, cross_entropy
+from featurize.training.training_step import Training, TrainingStep, cross_entropy
 
 
 def make_step(**settings):
@@ -60,8 +59,7 @@ class Operators(TorchDispatchMode):
         seen["operators"].append(str(func))
         return func(*args, **(kwargs or {}))
 
-from featurize.job.training_settings import Training
-from featurize.training.training_step import TrainingStep, preload
+from featurize.training.training_step import Training, TrainingStep, preload
 threads = len(os.listdir("/proc/self/task"))
 with Operators():
     preload()

@@ -11,9 +11,9 @@ import pytest
 from conf.reports.blocks import print_page, render_page
 from featurize.families import cnn, mlp
 from infra.offline import sections
-from infra.offline.estimated_runs import read_results
 from infra.offline.page import export_rows, make_page, short
 from infra.offline.results import pack, slices_of
+from infra.offline.sections import read_results
 from tests.infra.lent_results import (
     CONTEXT_MIB,
     DEVICE,

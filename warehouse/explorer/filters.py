@@ -303,7 +303,7 @@ def _condition(facet: str, values: Sequence[str]) -> str:
 
 
 OUT_OF_MEMORY = "OOM"
-# Rows that `farm.sampling.coverage` learns from: with a label or out of device memory, and without doubt.
+# Rows that `farm.sampling.selection` learns from: with a label or out of device memory, and without doubt.
 USABLE = (
     "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
     "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"

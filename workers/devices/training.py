@@ -81,7 +81,8 @@ def measure_training(
 
     from featurize.families import get_family, layers_of, loss_of
     from featurize.job.layers import totals
-    from featurize.training.training_step import TrainingStep, state_tensors
+    from featurize.training.optimizers import state_tensors
+    from featurize.training.training_step import TrainingStep
 
     family = get_family(config.family)
 
