@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from conf.cli.commands import missing_packages
 from conf.errors import EnvironmentProblem, UsageError
@@ -190,7 +190,8 @@ class _CudnnProcess:
                 start_new_session=True,  # Ctrl-C is for the parent; the end of its connection ends the process
             )
         with contextlib.suppress(OSError):  # it has ended: `ask` reports it
-            self._send({"libraries": libraries.paths, "device": properties})
+            opening = {"libraries": libraries.paths, "device": properties}
+            self._connection.send_bytes(json.dumps(opening).encode())
 
     def ask(self, query: dict[str, Any], seconds: float) -> Any:
         """Return the answer to a query; the first call waits until the libraries are loaded.
@@ -202,21 +203,17 @@ class _CudnnProcess:
             EnvironmentProblem: Its libraries cannot be loaded.
         """
         if not self._opened:
-            self._require_opened()
-        self._send(query)
+            try:
+                problem = self._receive(START_S)["problem"]
+            except (EOFError, OSError, ValueError) as error:
+                raise EnvironmentProblem(
+                    f"cuDNN {self._version} cannot be asked: its process does not start"
+                ) from error
+            if problem:
+                raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: {problem}")
+            self._opened = True
+        self._connection.send_bytes(json.dumps(query).encode())
         return self._receive(seconds)
-
-    def _require_opened(self) -> None:
-        try:
-            problem = self._receive(START_S)["problem"]
-        except (EOFError, OSError, ValueError) as error:
-            raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: its process does not start") from error
-        if problem:
-            raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: {problem}")
-        self._opened = True
-
-    def _send(self, content: dict[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(content).encode())
 
     def _receive(self, seconds: float) -> Any:
         if not self._connection.poll(seconds):
@@ -230,25 +227,19 @@ class _CudnnProcess:
         self._connection.close()
 
 
-class _Multiprocessor(NamedTuple):
-    """Limits of a multiprocessor that follow from the compute capability."""
-
-    max_blocks: int
-    shared_memory_kib: int  # the most that a block can opt in to
-    reserved_bytes: int  # shared memory that each block reserves
-
-
-# CUDA C++ Programming Guide 12.9, table "Technical Specifications per Compute Capability".
+# Compute capability -> limits of a multiprocessor: its blocks, the KiB of shared memory that a block can opt in to, and
+# the bytes of it that each block reserves. CUDA C++ Programming Guide 12.9, table "Technical Specifications per Compute
+# Capability".
 _MULTIPROCESSORS = {
-    (7, 0): _Multiprocessor(32, 96, 0),
-    (7, 5): _Multiprocessor(16, 64, 0),
-    (8, 0): _Multiprocessor(32, 163, 1024),
-    (8, 6): _Multiprocessor(16, 99, 1024),
-    (8, 7): _Multiprocessor(16, 163, 1024),
-    (8, 9): _Multiprocessor(24, 99, 1024),
-    (9, 0): _Multiprocessor(32, 227, 1024),
-    (10, 0): _Multiprocessor(32, 227, 1024),
-    (12, 0): _Multiprocessor(24, 99, 1024),
+    (7, 0): (32, 96, 0),
+    (7, 5): (16, 64, 0),
+    (8, 0): (32, 163, 1024),
+    (8, 6): (16, 99, 1024),
+    (8, 7): (16, 163, 1024),
+    (8, 9): (24, 99, 1024),
+    (9, 0): (32, 227, 1024),
+    (10, 0): (32, 227, 1024),
+    (12, 0): (24, 99, 1024),
 }
 _MEMORY_BUS_BITS = 4096
 
@@ -268,10 +259,10 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
             f"cuDNN does not run on {spec.name}, an AMD GPU: pass workspaces=guessed, the default, or workspaces=auto"
         )
     major, minor = spec.compute_capability
-    sm = _MULTIPROCESSORS.get((major, minor))
-    if sm is None:
+    if (major, minor) not in _MULTIPROCESSORS:
         known = ", ".join(f"{known_major}.{known_minor}" for known_major, known_minor in _MULTIPROCESSORS)
         raise UsageError(f"cuDNN cannot be asked about compute capability {major}.{minor}; known are {known}")
+    max_blocks, shared_memory_kib, reserved_bytes = _MULTIPROCESSORS[major, minor]
     return {
         "deviceName": spec.name,
         "deviceVer": 100 * major + 10 * minor,
@@ -282,13 +273,13 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
         "maxBlockSize": [1024, 1024, 64],
         "maxGridSize": [2**31 - 1, 65535, 65535],
         "maxThreadsPerSM": spec.threads_per_sm,
-        "maxCtasPerSM": sm.max_blocks,
+        "maxCtasPerSM": max_blocks,
         "regsPerBlock": 65536,
         "maxRegistersPerSM": 65536,
         "maxSharedMemoryPerBlock": 48 * 1024,
-        "maxSharedMemoryPerBlockOptin": sm.shared_memory_kib * 1024,
+        "maxSharedMemoryPerBlockOptin": shared_memory_kib * 1024,
         "oversizedSharedMemoryPerBlock": 0,
-        "reservedSharedMemoryPerBlock": sm.reserved_bytes,
+        "reservedSharedMemoryPerBlock": reserved_bytes,
         "l2CacheSize": int(spec.l2_mib * 2**20),
         "totalGlobalMem": int(spec.memory_mib * 2**20),
         "smClockRateKHz": round(spec.peak_tflops.fp32 * 1e9 / (2 * spec.architecture.fp32_lanes * spec.sm_count)),
@@ -332,7 +323,12 @@ def installed_libraries() -> CudnnLibraries:
     if missing := [name for name, path in paths.items() if path is None]:
         raise EnvironmentProblem(f"{', '.join(missing)} is not installed: pip install 'gpufarm[cudnn]'")
     chosen = [path for path in paths.values() if path is not None]
-    version = _version_of(chosen[-1].parent.parent / "include" / "cudnn_version.h")
+    header = chosen[-1].parent.parent / "include" / "cudnn_version.h"
+    try:
+        parts = dict(_VERSION.findall(header.read_text(encoding="utf-8")))
+        version = tuple(int(parts[name]) for name in ("MAJOR", "MINOR", "PATCHLEVEL"))
+    except (OSError, KeyError) as error:
+        raise EnvironmentProblem(f"{header} does not say cuDNN's version: {error}") from error
     if version < OLDEST:
         raise EnvironmentProblem(
             f"cuDNN {version_text(version)} is installed; {version_text(OLDEST)} and later answer without a GPU: "
@@ -344,14 +340,6 @@ def installed_libraries() -> CudnnLibraries:
 def _first(folders: list[Path], patterns: tuple[str, ...]) -> Path | None:
     paths = (path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern)))
     return next((path for path in paths if path.suffix[1:].isdigit()), None)  # not libnvrtc.so.12.alt
-
-
-def _version_of(header: Path) -> tuple[int, ...]:
-    try:
-        parts = dict(_VERSION.findall(header.read_text(encoding="utf-8")))
-        return tuple(int(parts[name]) for name in ("MAJOR", "MINOR", "PATCHLEVEL"))
-    except (OSError, KeyError) as error:
-        raise EnvironmentProblem(f"{header} does not say cuDNN's version: {error}") from error
 
 
 def version_text(version: tuple[int, ...]) -> str:

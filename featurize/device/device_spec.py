@@ -371,7 +371,9 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         )
     capability = values.get("compute_capability")
     try:
-        values["compute_capability"] = None if capability is None else _capability(capability)
+        if capability is not None:
+            major, minor = map(int, str(capability).split("."))
+            values["compute_capability"] = major, minor
     except ValueError:
         problems.append(f"compute_capability must look like '8.0', got {capability!r}")
     if problems or not isinstance(rates, Mapping):
@@ -413,11 +415,6 @@ def device_features(spec: DeviceSpec) -> Mapping[str, float]:
         "gpu_power_limit_w": spec.power_limit_w,
         "gpu_context_mib": spec.context_mib,
     }
-
-
-def _capability(text: object) -> tuple[int, int]:
-    major, minor = map(int, str(text).split("."))
-    return major, minor
 
 
 def _joins(joined: object) -> bool:

@@ -241,7 +241,9 @@ def _captured(
     def partition(alive: list[int], joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
             replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
-        mark_cheap(joint, DEQUANTIZATIONS)
+        for node in joint.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in DEQUANTIZATIONS:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # its result is not saved
         known = {"static_lifetime_input_indices": alive} if takes_alive else {}
         return min_cut_rematerialization_partition(joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, **known)
 
@@ -630,10 +632,3 @@ def _computed_again(number: int, context_fn: Callable[[], tuple[Any, Any]]) -> I
         traceback.current_meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=number)
         with mode:
             yield
-
-
-def mark_cheap(joint: torch.fx.GraphModule, names: frozenset[str]) -> None:
-    """Mark the operators of these names in a captured graph: none of their results is saved."""
-    for node in joint.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -391,18 +391,14 @@ def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> b
     group, bit = groups[place], 1 << place
     # A group with a reduction iterates over its rows and depth.
     leader = next((work for work in group.work if work.depth != 1), group.work[0])
-    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
+    if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader):
+        return False
+    wholes = [work for work in group.work if work.places == 1]
+    is_split = kernel.places * kernel.depth != 1 and any(work.depth > _SPLIT_FROM for work in wholes)
+    # A kernel of many elements waits for the one value to which the group reduces many.
+    if is_split and any(buffer in kernel.reads for work in wholes for buffer in work.makes):
         return False
     return not any(groups[group_index].after & bit for group_index in _bit_places(before & ~bit))
-
-
-def _waits_for_whole(kernel: Work, group: _Group) -> bool:
-    """Return whether a kernel of many elements needs the one value to which a group reduces many."""
-    if kernel.places * kernel.depth == 1 or not any(
-        work.places == 1 and work.depth > _SPLIT_FROM for work in group.work
-    ):
-        return False
-    return any(buffer in kernel.reads for work in group.work if work.places == 1 for buffer in work.makes)
 
 
 def _same_places(work: Work, other: Work) -> bool:

@@ -97,7 +97,10 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, numbered)
+        is_first = isinstance(out, Tensor) and out.is_meta and bool(args) and out is args[0]
+        # Others, as `set_`, may point the argument to other memory under the same shape.
+        stays = is_first and torch.Tag.inplace_view not in func.tags and _key(args)[:2] == key[2][:2]
+        _known[key] = _ITSELF if stays else _recipe(out, given, numbered)
         return out
     if known is _ITSELF:
         return args[0]
@@ -141,14 +144,6 @@ def _number_layouts(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...], may
             return None
         numbered.append((int(transposed), *(numbers.setdefault(length, len(numbers)) for length in size)))
     return _Numbered(tuple(numbers), tuple(numbered))
-
-
-def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Return whether a result is the first argument, as it was before the call except for its values."""
-    if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
-        return False
-    # Others, as `set_`, may point the argument to other memory under the same shape.
-    return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
 def _key(values: Iterable[Any], numbered: _Numbered | None = None) -> tuple[Any, ...]:
@@ -263,10 +258,6 @@ class Recorder(TorchDispatchMode):
         return False
 
     # -- the caller's notes on the step
-
-    def name_modules(self, model: nn.Module) -> None:
-        """Refer to modules by their paths in a model."""
-        self.stack.add(model)
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:

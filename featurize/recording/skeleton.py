@@ -252,7 +252,7 @@ class _Construction(TorchFunctionMode):
         if {tensor.is_meta for tensor in tensors_in(given)} == {True, False}:
             if _writes_into_real(func, args):
                 return args[0]  # there are no values to write
-            args, kwargs = mapped((args, kwargs), _to_meta)
+            args, kwargs = mapped((args, kwargs), lambda tensor: tensor.to("meta"))
         return func(*args, **kwargs)
 
 
@@ -301,10 +301,6 @@ def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 def _names_a_gpu(device: object) -> bool:

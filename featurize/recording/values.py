@@ -198,7 +198,10 @@ class Values:
         except _Unknown:
             if name == "aten::nonzero" and args[0].dim():
                 self.assume(ALL_KEPT)
-                return self._all_kept(args[0])
+                kept = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64, device="meta")
+                if _is_small(kept):
+                    self._know(kept, torch.ones(args[0].shape, dtype=torch.bool, device="cpu").nonzero())
+                return kept
             if name in (READ, "aten::equal", "aten::is_nonzero"):
                 raise UnknownValue(_NO_VALUE) from None
             return NotImplemented
@@ -376,12 +379,6 @@ class Values:
         spread = torch.arange(indices.numel(), device="cpu").remainder_(among).reshape(-1, chosen)
         self._know(indices, spread.reshape(indices.shape))
         self.assume(SPREAD)
-
-    def _all_kept(self, tensor: Tensor) -> Tensor:
-        kept = torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device="meta")
-        if _is_small(kept):
-            self._know(kept, torch.ones(tensor.shape, dtype=torch.bool, device="cpu").nonzero())
-        return kept
 
     # -- transfer to the CPU and back
 

@@ -10,6 +10,7 @@ anything; traces of pipelines and of batches of several shapes have no such form
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
 import functools
@@ -140,7 +141,11 @@ class Fingerprint(Pickler):
         if isinstance(value, type | types.FunctionType):
             if is_installed(sys.modules.get(value.__module__)):
                 return self.installed(value)
-            return _own_class(value) if isinstance(value, type) else _own_function(value)
+            if isinstance(value, types.FunctionType):
+                return _own_function(value)
+            attributes = [entry for entry in vars(value).items() if entry[0] not in _OF_PYTHON]
+            state = {name: part for name, part in attributes if not isinstance(part, _DESCRIPTORS)}
+            return _rebuild_marker, (value.__module__, value.__qualname__), (value.__bases__, _order(state))
         if isinstance(value, types.ModuleType):
             return _rebuild_marker, ("module", value.__name__)
         if isinstance(value, _BUILTINS):
@@ -410,13 +415,6 @@ def _attached(value: Tensor) -> Any:
     return (state, hooks) if state or hooks else None
 
 
-def _own_class(kind: type) -> Any:
-    state = {
-        name: part for name, part in vars(kind).items() if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
-    }
-    return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _order(state))
-
-
 def _own_function(function: types.FunctionType) -> Any:
     code, named = function.__code__, _named_by(function)
     of_modules = [
@@ -530,7 +528,10 @@ def traced(
     kept = {} if kept is None else kept
     known = _serving(kind, kept) or _serving(kind, traces)
     if known is None and key is not None:
-        _hold(key, traces, _from_disk(key, training_loop))
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, RecursionError):  # none that can be read
+            (stored,) = recall(f"trace {training_loop} {key}")
+            kernels = AttentionKernels(**stored["kernels"])
+            _hold(key, traces, {(kernels, training_loop): trace_of_json(stored["trace"])})
         known = _serving(kind, traces)
     if known is None:
         known = trace()
@@ -539,7 +540,13 @@ def traced(
             made[kind[0], True] = known.in_a_loop
         kept |= made
         if key is not None:
-            _to_disk(key, made)
+            if known.pipeline is None and known.mix is None:  # these have no form on disk
+                keep(
+                    {
+                        f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(step)}
+                        for (kernels, loop), step in made.items()
+                    }
+                )
             _hold(key, traces, made)
     kept.setdefault(kind, known)
     return known
@@ -586,25 +593,6 @@ def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernel
     halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
     flash = not halves or min(first.flash, widest) == min(other.flash, widest)
     return flash and min(first.efficient, widest) == min(other.efficient, widest)
-
-
-def _from_disk(key: str, training_loop: bool) -> Traces:
-    """Return the job's trace on disk; empty if there is none that can be read."""
-    try:
-        (stored,) = recall(f"trace {training_loop} {key}")
-        return {(AttentionKernels(**stored["kernels"]), training_loop): trace_of_json(stored["trace"])}
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        return {}
-
-
-def _to_disk(key: str, made: Traces) -> None:
-    if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
-        keep(
-            {
-                f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
-                for (kernels, loop), trace in made.items()
-            }
-        )
 
 
 LARGEST_INT = 2**62

@@ -235,7 +235,7 @@ class PipelineRank(ShardedRank):
                 )
         parts = [model] if len(self._numbers) == 1 else list(model.children())
         for part, number in zip(parts, self._numbers, strict=True):
-            recorder.name_modules(part)
+            recorder.stack.add(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
         return model

@@ -96,7 +96,7 @@ class ShardedRank(ReplicatedRank):
         before = step.model
         step.take(self._wrap(step.model, inputs))
         if step.model is not before:
-            self.recorder.name_modules(step.model)  # a wrapper runs its own operators
+            self.recorder.stack.add(step.model)  # a wrapper runs its own operators
         if self.parallel.fsdp.cpu_offload:
             self.recorder.memory.hold_on_host(step.model.parameters())
 

@@ -63,7 +63,7 @@ class ScriptRecorder(Recorder):
         with torch._C.DisableTorchFunction():
             if not self.stack.knows(module):
                 self._roots.append(weakref.ref(module))
-                self.name_modules(module)
+                self.stack.add(module)
 
     def _models(self) -> list[nn.Module]:
         """Return the models that have run and still exist."""
