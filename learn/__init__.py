@@ -33,8 +33,7 @@ from learn.estimation.notes import Note
 
 if TYPE_CHECKING:
     from learn.commands.sharing import FittedSlowdowns, fit_slowdowns
-    from learn.planning.plan_report import LayoutPlan, PlanRow
-    from learn.planning.plans import plan
+    from learn.planning.plans import LayoutPlan, PlanRow, plan
     from learn.script.estimating import estimate_script
     from learn.sharing.admitting import Admission, GpuState, admit, slowdowns
     from learn.sharing.slowdowns import GroupMemory, JobProfile, Slowdown, group_memory

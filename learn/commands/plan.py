@@ -103,8 +103,7 @@ _NEEDED = {"model": "MODULE:FACTORY", "input": "[64,3,224,224]", "gpus": "64"}
 def entry(settings: PlanSettings) -> int:
     """Plan the job and print the layouts. Returns the exit code: 0 also where none fits."""
     from conf.reports.blocks import print_page
-    from learn.planning.plan_report import plan_page
-    from learn.planning.plans import plan
+    from learn.planning.plans import plan, plan_page
 
     title, gpus = settings.require_job()
     open_data(settings.data)

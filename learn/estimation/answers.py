@@ -80,7 +80,13 @@ def _make_estimates(
     steps = StepStore(request.options.data)
     models = FittedModels(request.options, steps)
     drafts = [Draft(replace(request, platform=on), steps, timeline=timeline) for on in platforms]
-    trace_together(drafts, traces)
+    for draft in drafts:
+        draft.attempt(Draft.prepare)
+    ready = [draft for draft in drafts if draft.error is None]
+    devices, allocator = [draft.device for draft in ready], request.platform.allocator
+    traced_steps = steps_of(request.job, devices, allocator=allocator, timeline=timeline, traces=traces)
+    for draft, step in zip(ready, traced_steps, strict=True):
+        draft.attempt(Draft.take_step, step)
     beyond = beyond_fits(request.job)
     for draft in drafts:
         draft.attempt(Draft.choose_sources, models, beyond)
@@ -132,7 +138,10 @@ def answer_on(
             made = _make_estimates(request, list(missing.values()), False, traces)
             outcomes |= zip(missing, (outcome for outcome, _ in made), strict=True)
         estimates = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Estimate)}
-        keep(_entries({new: estimates[new] for new in missing if new in estimates}))
+        new = {name: estimates[name] for name in missing if name in estimates}
+        # The entry of the first new answer holds all of them, and the others' entries name it.
+        home = next(iter(new), None)
+        keep({f"answer {name}": new if name == home else home for name in new})
     _answers.update(estimates)
     while len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
@@ -160,14 +169,6 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
     if any(files):
         files.write(request, estimate, traced)
     return estimate
-
-
-def _entries(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Return the cache's entries for new answers by key: the first one's holds all, and the others' name it."""
-    if not estimates:
-        return {}
-    first, *others = estimates
-    return {f"answer {first}": estimates, **{f"answer {key}": first for key in others}}
 
 
 def _recall(keys: Sequence[str]) -> dict[str, Estimate | CommandError]:
@@ -252,7 +253,6 @@ class Draft:
     alone       the job with the longest of its batches in every step
     case        the estimators' input
     questions   questions to fitted models, asked between `choose_sources` and `finish`, and the case's index in each
-    models_home path of the data folder's models
     memory      the figure and its bound; None: not answered yet
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
@@ -269,7 +269,6 @@ class Draft:
         self.traced: SimulatedStep | None = None
         self.failure: CommandError | None = None
         self.questions: list[tuple[ModelQuestion, int]] = []
-        self.models_home = ""
         self.memory: Memory | None = None
         self.figures: dict[str, float] = {}
         self.by: dict[str, str] = {}
@@ -343,7 +342,6 @@ class Draft:
             UsageError: The named estimator has no answer, or is not fitted.
         """
         estimator, job = self.request.options.estimator, self.job
-        self.models_home = models.home
         if job.batches and estimator not in (None, "trace"):
             text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
             self.notes.append(Note("beyond-fit", WARNING, text))
@@ -418,9 +416,10 @@ class Draft:
         for (code, severity, text), names in targets.items():
             self.notes.append(Note(code, severity, f"{', '.join(names)}: {text}" if names else text, tuple(names)))
         if absent:
+            home = DataFolder.resolve(self.request.options.data).models
             text = (
                 f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
-                f"{self.models_home} for {', '.join(absent)}"
+                f"{home} for {', '.join(absent)}"
                 f"{': answered by the trace' if self.traced is not None else ''} "
                 f"(python -m learn.fit target={absent[0]} fits one)"
             )
@@ -653,18 +652,6 @@ def beyond_fits(job: TrainingJob) -> str:
     beyond = training_of(job.settings).beyond_fits()
     beyond += () if job.parallel is None else (SEVERAL_GPUS,)
     return ", ".join((*beyond, "batches of several shapes") if job.batches else beyond)
-
-
-def trace_together(drafts: Sequence[Draft], traces: Traces | None) -> None:
-    """Trace the step of one job for its drafts on several platforms. `traces` as in `learn.job.traced.steps_of`."""
-    for draft in drafts:
-        draft.attempt(Draft.prepare)
-    ready = [draft for draft in drafts if draft.error is None]
-    job, allocator, timeline = drafts[0].job, drafts[0].platform.allocator, drafts[0].timeline
-    devices = [draft.device for draft in ready]
-    steps = steps_of(job, devices, allocator=allocator, timeline=timeline, traces=traces)
-    for draft, step in zip(ready, steps, strict=True):
-        draft.attempt(Draft.take_step, step)
 
 
 def _note_on_two_loops(loops: Mapping[str, str]) -> list[Note]:

@@ -89,17 +89,10 @@ class FittedModels:
         self._traced: dict[int, SimulatedStep] = {}  # id of a case -> its step
 
     @cached_property
-    def _folder(self) -> DataFolder:
-        return DataFolder.resolve(self._options.data)
-
-    @cached_property
-    def home(self) -> str:
-        """The path of the data folder's models."""
-        return str(self._folder.models)
-
-    @cached_property
     def _kept(self) -> dict[str, list[Artifact]]:
-        folder = self._folder if self._options.data is None else self._folder.open()
+        folder = DataFolder.resolve(self._options.data)
+        if self._options.data is not None:
+            folder = folder.open()
         has_models = folder.models.is_dir()
         return {target: versions(folder, target) if has_models else [] for target in TARGETS}
 

@@ -112,18 +112,16 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     runs = []
     for place, value in enumerate(given):
         try:
-            runs.append(value if isinstance(value, KnownRun) else _of_mapping(value))
+            if not isinstance(value, Mapping | KnownRun):
+                raise UsageError(f"a mapping is wanted, got {type(value).__name__}")
+            if isinstance(value, Mapping):
+                if problem := problem_of_fields(KnownRun, value):
+                    raise UsageError(problem)
+                value = KnownRun(**value)
         except UsageError as error:
             raise UsageError(f"known[{place}]: {error}") from error
+        runs.append(value)
     return tuple(runs)
-
-
-def _of_mapping(value: object) -> KnownRun:
-    if not isinstance(value, Mapping):
-        raise UsageError(f"a mapping is wanted, got {type(value).__name__}")
-    if problem := problem_of_fields(KnownRun, value):
-        raise UsageError(problem)
-    return KnownRun(**value)
 
 
 def leaves_out(known: object) -> bool:
@@ -338,8 +336,14 @@ def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: Tri
     import warehouse
     from featurize.configs.trial import UnreadableConfig, config_of_row
 
-    same_fields, values = _same_fields(config)
-    query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}"
+    # Most rows of other jobs are left out before their configs are parsed. A row may lack a field that was added later,
+    # and its text may not be JSON.
+    same_field = " AND coalesce(json_extract_string(try_cast(config AS JSON), ?) = ?, true)"
+    values = []
+    for name, value in config.to_mapping().items():
+        if type(value) in (int, str) and name not in (*TRAINING_FIELDS, "family"):
+            values += [f'$."{name}"', str(value)]
+    query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_field * (len(values) // 2)}"
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(query, [config.family, *values]).fetchall()
     measured = []
@@ -351,17 +355,3 @@ def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: Tri
         if replace(of_run, batch_size=config.batch_size).to_mapping() == config.to_mapping():
             measured.append((str(device_name), of_run.batch_size, float(mib)))
     return measured
-
-
-def _same_fields(config: TrialConfig) -> tuple[str, list[str]]:
-    """Return conditions that leave out most rows of other jobs before their configs are parsed, and their values.
-
-    A row may lack a field that was added later, and its text may not be JSON.
-    """
-    fields = {
-        name: value
-        for name, value in config.to_mapping().items()
-        if type(value) in (int, str) and name not in (*TRAINING_FIELDS, "family")
-    }
-    condition = " AND coalesce(json_extract_string(try_cast(config AS JSON), ?) = ?, true)"
-    return condition * len(fields), [text for name, value in fields.items() for text in (f'$."{name}"', str(value))]

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
     from featurize.cudnn.signature import SearchSettings
     from featurize.operators.library_calls import ConvolutionWorkspace, LibraryCall
-    from featurize.recording.step_trace import PipelinePart, RanksAlike
+    from featurize.recording.step_trace import RanksAlike
     from featurize.timing.overlap import SimulatedStep
     from learn.estimation.job_estimate import Estimate
 
@@ -78,7 +78,14 @@ def ranks_of(traced: SimulatedStep, job: TrainingJob, device: DeviceSpec) -> tup
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
     texts = _notes(parallel, device, communication.buffers_mib, training)
-    texts += [] if part is None else _notes_of_stages(parallel, part)
+    if part is not None:
+        of_rank = "" if parallel.parts == 1 else f", {parallel.parts} for each rank"
+        texts += [
+            f"a pipeline of {parallel.stages} stages{of_rank}, which begin at the model and at "
+            f"{', '.join(part.starts)}; schedule {parallel.order} over {parallel.chunks} micro-batches of the batch",
+            "assumed: a message between stages begins when both ranks have come to it, and parameters that several "
+            "stages use are on each of them",
+        ]
     fields = {
         "ranks": groups or (measured_rank,),
         "communication_ms": communication.busy_ms,
@@ -103,16 +110,6 @@ def _group(
         return replace(worst, first=first, count=count)
     parts = replace(traced, memory=traced.of_ranks[alike.ranks[0]]).breakdown
     return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
-
-
-def _notes_of_stages(parallel: Parallel, part: PipelinePart) -> list[str]:
-    of_rank = "" if parallel.parts == 1 else f", {parallel.parts} for each rank"
-    return [
-        f"a pipeline of {parallel.stages} stages{of_rank}, which begin at the model and at {', '.join(part.starts)}; "
-        f"schedule {parallel.order} over {parallel.chunks} micro-batches of the batch",
-        "assumed: a message between stages begins when both ranks have come to it, and parameters that several stages "
-        "use are on each of them",
-    ]
 
 
 def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Training) -> list[str]:

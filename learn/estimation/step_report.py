@@ -62,15 +62,20 @@ def step_page(
     traced: SimulatedStep | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None if the model could not be traced."""
-    device = platform.device
+    device, fits = platform.device, estimate.fits(platform.device.memory_mib)
     breakdown, facts = _breakdown(estimate), _facts(job, platform, estimate, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, estimate, traced), _time(job, device, estimate, traced)
         sections = (timeline, breakdown, time, _activations(estimate), facts)
+    outcome = Outcome(
+        "good" if fits else "bad",
+        "fits" if fits else "does not fit",
+        f"one training job on a card of {device.memory_mib:,.0f} MiB",
+    )
     return Page(
         title=f"{job.name} on {device.name}",
-        head=(_outcome(device, estimate), Facts(_answers(estimate)), *_notes(estimate)),
+        head=(outcome, Facts(_answers(estimate)), *_notes(estimate)),
         sections=tuple(section for section in sections if section is not None),
     )
 
@@ -93,15 +98,6 @@ def _answers(estimate: Estimate) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (figure.name, figure.text, figure.basis, bound if figure.target == "bound" else figure.by)
         for figure in figures(estimate)
-    )
-
-
-def _outcome(device: DeviceSpec, estimate: Estimate) -> Outcome:
-    fits = estimate.fits(device.memory_mib)
-    return Outcome(
-        "good" if fits else "bad",
-        "fits" if fits else "does not fit",
-        f"one training job on a card of {device.memory_mib:,.0f} MiB",
     )
 
 
@@ -189,7 +185,10 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Simu
     parts = time_parts(timed, waits_ms)
     if not parts:
         return None
-    total_ms = timed.step_time_ms
+    rows: list[tuple[Cell, ...]] = []
+    for part in parts:
+        bar = ShareBar((SharePart(part.css, 1.0, part.name),), part.ms / parts[0].ms)
+        rows.append((part.name, f"{part.ms:,.3f}", f"{part.ms / timed.step_time_ms:.1%}", bar))
     by = estimate.answered_by["step_time"]
     remark = "" if by == "trace" else f" The estimate's step time, {estimate.step_time_ms:,.1f} ms, is that of {by}."
     if ranks_ms := (estimate.exposed_ms or 0.0) + (estimate.bubble_ms or 0.0):
@@ -202,14 +201,9 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Simu
                 "Kernels run one after the other. The GPU waits where the host launches them more slowly than they "
                 f"run.{remark}"
             ),
-            table(("kind", "ms", "share", ""), [_bar(part, total_ms, parts[0].ms) for part in parts]),
+            table(("kind", "ms", "share", ""), rows),
         ),
     )
-
-
-def _bar(part: TimePart, total_ms: float, longest_ms: float) -> tuple[Cell, ...]:
-    bar = ShareBar((SharePart(part.css, 1.0, part.name),), part.ms / longest_ms)
-    return part.name, f"{part.ms:,.3f}", f"{part.ms / total_ms:.1%}", bar
 
 
 def _activations(estimate: Estimate) -> Section | None:

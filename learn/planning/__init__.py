@@ -1,4 +1,4 @@
 """Plans of a job on several GPUs: the layouts that fit, and the fastest among them.
 
-Start reading at `plans.plan`; `meshes` lists the layouts, `plan_report` has the result and its views.
+Start reading at `plans.plan`; `meshes` lists the layouts.
 """

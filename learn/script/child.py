@@ -20,9 +20,11 @@ def main(request_path: str) -> None:
     variables = request["command"]["variables"]
     if not variables:  # the wrappers of several ranks import it anyway
         without_compiler()
-    from learn.script.containment import leave_out_distributed
+    from learn.script.containment import DISTRIBUTED, ENVIRONMENT
     from learn.script.run import ScriptRun
 
-    leave_out_distributed()
-    os.environ.update(variables)
+    if os.environ.get("WORLD_SIZE") != "1":
+        for name in DISTRIBUTED:
+            os.environ.pop(name, None)
+    os.environ.update(ENVIRONMENT | variables)
     ScriptRun(**request).run()

@@ -148,14 +148,6 @@ def _load_in_this_process() -> None:
         make(*given.args, **given.kwargs)
 
 
-def leave_out_distributed() -> None:
-    """Remove the variables of a launcher of several processes, and set those that keep libraries offline."""
-    if os.environ.get("WORLD_SIZE") != "1":
-        for name in DISTRIBUTED:
-            os.environ.pop(name, None)
-    os.environ.update(ENVIRONMENT)
-
-
 class SilentLoggers(MetaPathFinder, Loader):
     """Make imports of experiment loggers return a module that accepts every call and does nothing."""
 

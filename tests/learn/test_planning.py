@@ -14,8 +14,7 @@ from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
 from learn import PlanRow, estimate, plan
 from learn.planning import meshes
-from learn.planning.plan_report import plan_page
-from learn.planning.plans import Findings
+from learn.planning.plans import Findings, plan_page
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.featurize.small_nets import Block, Computes
