@@ -20,6 +20,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.memory.allocator import AllocatorSettings
 from learn.commands.fit import Fit, FitSettings, fit
+from learn.estimation.estimate_view import Note
 from learn.estimation.estimating import (
     DeviceFit,
     LargestBatch,
@@ -29,7 +30,6 @@ from learn.estimation.estimating import (
     largest_batch,
 )
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.notes import Note
 
 if TYPE_CHECKING:
     from learn.commands.sharing import FittedSlowdowns, fit_slowdowns
@@ -83,8 +83,8 @@ _LATER = {  # name -> the module that defines it, imported on first use
     "JobProfile": "sharing.slowdowns",
     "Slowdown": "sharing.slowdowns",
     "slowdowns": "sharing.admitting",
-    "LayoutPlan": "planning.plan_report",
-    "PlanRow": "planning.plan_report",
+    "LayoutPlan": "planning.plans",
+    "PlanRow": "planning.plans",
     "plan": "planning.plans",
     "estimate_script": "script.estimating",
 }

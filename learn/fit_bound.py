@@ -19,14 +19,8 @@ from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from conf.files.outputs import output_problems
 from conf.plain_text import count_of
-from learn.estimation.job_estimate import (
-    CONTEXT,
-    COVERAGES,
-    FRAGMENTATION,
-    KERNELS,
-    MEASURED,
-    WORKSPACES,
-)
+from learn.estimation.bounds import CONTEXT, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
+from learn.estimation.job_estimate import COVERAGES
 from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_score, held_of, packaged_path
 from learn.judging.evaluate import held_out_by, left_out_errors
 

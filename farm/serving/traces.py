@@ -458,7 +458,7 @@ def prepare() -> None:
 
     import learn.estimation.estimating
     import learn.planning.plans  # noqa: F401
-    from learn.estimation.notes import TARGETS
+    from learn.estimation.estimate_view import TARGETS
     from learn.fitting.artifacts import default_artifact
     from warehouse.reading.connection import make_views_file
 
@@ -499,8 +499,8 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
 
 def _answer(kind: str, job: Mapping[str, Any], options: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     """Return the answer of `learn` to the fields of a `farm.serving.bodies.ClientQuestion`."""
+    from learn.estimation.estimate_view import INFO, Note
     from learn.estimation.estimating import devices_that_fit, estimate, largest_batch
-    from learn.estimation.notes import INFO, Note
     from learn.job.training_job import model_inputs
     from learn.planning.plans import plan
 

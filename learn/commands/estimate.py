@@ -38,7 +38,11 @@ from featurize.job.training_settings import (
     QUANTIZATIONS,
     TrainingKeywords,
 )
+from learn.estimation.bounds import NONE, RUNS
 from learn.estimation.estimate_view import (
+    AMD_GPU,
+    PROBLEM,
+    Note,
     PastRun,
     bound_name,
     coverage_text,
@@ -61,8 +65,6 @@ from learn.estimation.estimating import (
     largest_batch,
 )
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import NONE, RUNS
-from learn.estimation.notes import AMD_GPU, PROBLEM, Note
 from learn.estimation.requests import ScriptKeywords
 from learn.estimators.protocol import LEVEL
 from learn.job.training_job import DEFAULT_DTYPE, LOOPS, load_factory, model_batches, model_inputs, name_of

@@ -29,10 +29,10 @@ from featurize.timing.collectives import communicators_mib
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.step_time import time_step
 from featurize.timing.times import seconds_at_peak
+from learn.estimation.bounds import move_by_runs, uncertainty_of, widest
+from learn.estimation.estimate_view import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
-from learn.estimation.job_estimate import Estimate, Memory, estimators_named, uncertainty_of, widest
-from learn.estimation.known_runs import move_by_runs
-from learn.estimation.notes import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note
+from learn.estimation.job_estimate import Estimate, Memory, estimators_named
 from learn.estimation.requests import SEVERAL_GPUS, Request, StepFiles, ranks_of, workspace_notes
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.job.traced import CannotTrace, key_of, step_of, steps_of, wants_values

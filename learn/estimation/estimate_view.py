@@ -1,6 +1,7 @@
-"""How an estimate is printed: a table for people, JSON for programs.
+"""Notes of an estimate, each with a code for programs, and how an estimate is printed: a table for people, JSON for
+programs.
 
-Start reading at `print_table`.
+Start reading at `Note`, of which `most_important` chooses those that are shown first, and at `print_table`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from conf.errors import UsageError, one_line
 from conf.plain_text import MISSING, count_of
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
-from learn.estimation.notes import TARGETS, Note, most_important
 from learn.job.training_job import LEGEND, LOOPS, loop_of_source
 from learn.rows.data import get_target
 
@@ -25,6 +25,39 @@ if TYPE_CHECKING:
 
     from learn.estimation.job_estimate import Estimate
     from learn.fitting.artifacts import DataPlace
+
+MOST_SHOWN = 3
+PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # the targets of an Estimate
+OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that code reads
+
+
+@dataclass(frozen=True)
+class Note:
+    """A remark on an estimate.
+
+    Args:
+        code: The subject, as `out-of-memory`. It stays the same where `text` is reworded.
+        severity: `problem` (the job does not fit, or may not), `warning` (a figure is missing or may be off), or
+            `info`.
+        text: The remark, for people.
+        targets: Targets of the figures that the remark is about; empty where it is about the whole estimate.
+    """
+
+    code: str
+    severity: str
+    text: str
+    targets: tuple[str, ...] = ()
+
+
+def most_important(notes: Iterable[Note]) -> list[Note]:
+    """Return the notes to show first: at most three, one of each code, problems before warnings."""
+    urgent = [note for note in notes if note.severity in (PROBLEM, WARNING)]
+    first_of_code: dict[str, Note] = {}
+    for note in sorted(urgent, key=lambda note: SEVERITIES.index(note.severity)):
+        first_of_code.setdefault(note.code, note)
+    return list(first_of_code.values())[:MOST_SHOWN]
+
 
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures

@@ -21,8 +21,8 @@ from conf.errors import CommandError, UsageError, first_line, require_one_of
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import CURRENT, DEFAULT_DEVICE, device_names, device_of_user
 from featurize.job.training_settings import TrainingKeywords
+from learn.estimation.bounds import RUNS, leaves_out
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, leaves_out
 from learn.estimation.requests import (
     Platform,
     PlatformKeywords,

@@ -26,8 +26,8 @@ from featurize.device.device_spec import (
     plain_device,
 )
 from featurize.job.training_settings import FITTED_OPTIMIZERS, TrialConfig
+from learn.estimation.estimate_view import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.notes import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, WARNING, Note
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.trees import FeatureTable, TabularEstimator, Trees, case_columns
 from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact

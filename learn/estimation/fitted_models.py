@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
-from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
-from learn.estimation.notes import INFO, TARGETS, WARNING
+from learn.estimation.bounds import HELD_OUT
+from learn.estimation.estimate_view import INFO, TARGETS, WARNING
+from learn.estimation.job_estimate import COVERAGES, Memory
 from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, versions
 from learn.job.traced import steps_of

@@ -1,203 +1,26 @@
-"""The estimate of one training job on one GPU model, and the causes of its memory's uncertainty.
+"""The estimate of one training job on one GPU model.
 
 Start reading at `Estimate`, which consists of the classes before it; `learn.estimation.answers` makes one.
-`uncertainty_of` splits the distance between memory and its traced figure into causes, which bound jobs unlike any
-measured one. Replayed tensors are known exactly and widen nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from conf.errors import UsageError
-from conf.units import MIB
-from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
-from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, HeldShare, bound_shares
+from learn.estimation.estimate_view import Note, estimate_text
+from learn.estimators.protocol import LEVEL
 
-if TYPE_CHECKING:
-    from featurize.device.device_spec import MachineProfile
-    from featurize.operators.library_calls import LibraryCall
-    from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import SimulatedStep
-
-
-WORKSPACES = "convolution workspaces"
-FRAGMENTATION = "fragmentation"
-KERNELS = "memory of kernels that the trace does not see"
-CONTEXT = "context and libraries"
-GRAPHS = "memory pool of CUDA graphs"
-COMMUNICATION = "buffers of NCCL"
-HELD_OUT = "errors on held-out rows"
-NEIGHBOUR = "distance to the measured run"
-NARROWED_BY: Mapping[str, str] = {
-    WORKSPACES: "one measured run (known=) narrows it",
-    FRAGMENTATION: "one measured run (known=) narrows it",
-    KERNELS: "one measured run (known=) narrows it",
-    CONTEXT: "python -m learn.calibrate narrows it",
-    GRAPHS: "one measured run (known=) narrows it",
-    COMMUNICATION: "no measured run is known",
-    HELD_OUT: "one measured run (known=) narrows it",
-    NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
-}
-
-# The causes that measured rows cover; the others count unchanged.
-MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
-# MiB by machine, chosen: on one of five published files, the described machine was off by up to 100 MiB in the median;
-# the others were never measured. All other profiles are calibrated.
-_OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER: 300.0}, 50.0
-# AMD GPUs: neither MIOpen's workspaces nor their context is known; chosen.
-_OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
-_OF_LARGEST = 2.0  # where cuDNN was asked: times the largest workspace, in place of the assumptions' spread; chosen
-_BLAS_THREADS = 2  # threads that keep a workspace: those of the forward and of the backward pass
 COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
-# Where memory is short, cuDNN takes a smaller workspace or none, and the allocator frees cached memory. A job therefore
-# runs on an empty card if its tensors, twice the assumed workspaces and this margin fit. Of 120 of timm's models (RTX
-# 3090, AMP), 85 % are let in at the largest batch that ran, and 2 models at the next one (with 7 %: 90 % and 3).
-_WORKSPACES_AT_LIMIT, _OF_LIVE_AT_LIMIT = 2.0, 0.09
-
 
 Part = TypeVar("Part")
-MemoryT = TypeVar("MemoryT", bound="Memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Uncertainty:
-    """How far a job's memory may lie above its traced figure.
-
-    Args:
-        causes_mib: Cause -> MiB of the 99 % margin.
-        needed_mib: Memory that the job cannot do without, with its margin: it runs on a card that has this much.
-        held: How such bounds held on left-out rows; None where no row covers the cause or the GPU's vendor.
-    """
-
-    causes_mib: Mapping[str, float]
-    needed_mib: float
-    held: HeldShare | None = None
-
-    def bound(self, memory: MemoryT, centre_mib: float, coverage: float, card_mib: float) -> MemoryT:
-        """Return a job's memory with its bound.
-
-        Args:
-            memory: The job's memory.
-            centre_mib: The estimate that the bound lies above.
-            coverage: From 0.01 to 0.99.
-            card_mib: MiB that the job can take of the card. A job that runs there never takes more.
-        """
-        margin_mib = sum(self.causes_mib.values())
-        scores = _scores(coverage)
-
-        def least_mib(upper_mib: float) -> float:
-            return max(centre_mib, min(self.needed_mib, upper_mib))
-
-        unlimited = {level: max(centre_mib + score * margin_mib, 0.0) for level, score in scores.items()}
-        return memory.with_bound(
-            {
-                level: card_mib if card_mib < mib and least_mib(mib) <= card_mib else mib
-                for level, mib in unlimited.items()
-            },
-            coverage,
-            {cause: scores[coverage] * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
-            least_card_mib=least_mib(unlimited[coverage]),
-            held_out=None if self.held is None or coverage != LEVEL else vars(self.held),
-        )
-
-
-@functools.lru_cache(maxsize=256)  # users choose any coverage
-def _scores(coverage: float) -> Mapping[float, float]:
-    """Return the share of the 99 % margin that belongs to each of `COVERAGES` and to this one, ascending."""
-    return {level: score_at(level) for level in sorted({*COVERAGES, coverage})}
-
-
-@functools.lru_cache(maxsize=256)  # users choose any coverage
-def score_at(coverage: float) -> float:
-    """Return the share of the 99 % margin that belongs to a coverage."""
-    scores = bound_shares().scores
-    return float(np.interp(coverage, list(scores), list(scores.values())))
-
-
-def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
-    """Return how far the memory of a traced step, placed on a machine, may lie above its figure."""
-    from featurize.memory.cudnn_workspaces import SETTLED, reserved_by_scenario
-
-    sizes = traced.trace.guessed_sizes(device)
-    sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}
-    key = ("largest workspace", *sizes.values())
-    largest, most_live = traced.trace.remembered(key, lambda: _largest_and_most_live(traced.trace, sizes))
-    reserved_mib = traced.peak_reserved_mib
-    outside_mib = traced.peak_memory_mib - reserved_mib
-    on_amd = device.architecture.vendor == AMD
-    context_mib = _OF_CONTEXT_MIB.get(on.name, _OF_OWN_CONTEXT_MIB)
-    if on_amd and on.name in _OF_CONTEXT_MIB:
-        context_mib = _OF_CONTEXT_ON_AMD_MIB
-    blas_mib = _BLAS_THREADS * device.architecture.blas_fallback_bytes / MIB
-    reserved = dict(reserved_by_scenario(traced.trace, device))
-    settled_mib = max(reserved.pop(SETTLED) / MIB - reserved_mib, 0.0)
-    spread_mib = (max(reserved.values()) - min(reserved.values())) / MIB * (_OF_SPREAD_ON_AMD if on_amd else 1.0)
-    causes = {
-        WORKSPACES: _OF_LARGEST * largest / MIB if traced.memory.workspaces else spread_mib,
-        FRAGMENTATION: settled_mib,
-        KERNELS: reserved_mib,
-        CONTEXT: context_mib,
-    }
-    if traced.trace.graph_pool_bytes:
-        causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
-    if buffers_mib := traced.communication.buffers_mib:
-        causes[COMMUNICATION] = buffers_mib
-    shares = bound_shares()
-    is_measured = not on_amd and causes.keys() <= {*MEASURED}
-    causes = {cause: shares.of_causes.get(cause, 1.0) * mib for cause, mib in causes.items()}
-    causes[KERNELS] += blas_mib
-    needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib + blas_mib
-    return Uncertainty(
-        causes_mib=causes,
-        needed_mib=needed_mib,
-        held=min(shares.held, key=lambda held: held.share, default=None) if is_measured else None,
-    )
-
-
-def _largest_and_most_live(trace: StepTrace, sizes: Mapping[LibraryCall, int]) -> tuple[int, float]:
-    """Return the largest workspace of a convolution, and the peak of live bytes with `_WORKSPACES_AT_LIMIT` times
-    it."""
-    most, live_at_calls = trace.remembered("live at calls", lambda: _live_at_calls(trace))
-    largest, most_live = 0, float(most)
-    for call, live_bytes in live_at_calls:
-        largest = max(largest, sizes[call] if call.spare else 0)
-        most_live = max(most_live, live_bytes + (_WORKSPACES_AT_LIMIT if call.spare else 1) * sizes[call])
-    return largest, most_live
-
-
-def _live_at_calls(trace: StepTrace) -> tuple[int, list[tuple[LibraryCall, int]]]:
-    """Return the most live bytes of a step, and those at each call of a library but cuBLAS."""
-    from featurize.operators.library_calls import CUBLAS
-
-    live = list(accumulate(event.nbytes for event in trace.events))
-    at_calls = []
-    for event, live_bytes in zip(trace.events, live, strict=True):
-        call = trace.blocks[event.block].call if event.nbytes == 0 else None
-        if call is not None and call.kind != CUBLAS:
-            at_calls.append((call, live_bytes))
-    return max(live, default=0), at_calls
-
-
-def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
-    """Return a note on the causes that make the bound wide, largest first, and on what would narrow the first."""
-    shares = sorted(((mib, cause) for cause, mib in causes_mib.items() if mib >= 0.5), reverse=True)
-    if not shares:
-        return None
-    listed = ", ".join(f"{mib:,.0f} MiB for {cause}" for mib, cause in shares)
-    if above_mib < 0.99 * sum(causes_mib.values()):
-        text = "the bound is what can be taken of the card: without spare workspaces and caches the job surely fits it"
-        return Note(BOUND, INFO, text)
-    return Note(BOUND, INFO, f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,8 +258,6 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     def __str__(self) -> str:
         """Return the figures with their bound, their sources, and at most three notes, in fewer than 15 lines."""
-        from learn.estimation.estimate_view import estimate_text
-
         return estimate_text(self)
 
     def _repr_html_(self) -> str:

@@ -39,9 +39,9 @@ from featurize.job.layout import Parallel, parse_parallel
 from featurize.job.training_settings import TRAINING_FIELDS, Training, TrainingKeywords, training_of
 from featurize.memory.allocator import AllocatorSettings
 from featurize.timing.collectives import PCIE, fabric_of
+from learn.estimation.bounds import RUNS, KnownRun, OwnRuns, known_runs
+from learn.estimation.estimate_view import INFO, WARNING, Note
 from learn.estimation.job_estimate import RankGroup
-from learn.estimation.known_runs import RUNS, KnownRun, OwnRuns, known_runs
-from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimators.protocol import ESTIMATORS, LEVEL
 from learn.job.training_job import DEFAULT_DTYPE, LOOPS, PIPELINE, TrainingJob, batches_of, of_config, of_module
 from warehouse.files.folder import DataFolder

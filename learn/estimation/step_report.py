@@ -44,8 +44,17 @@ from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MAST
 from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
-from learn.estimation.estimate_view import WHOLE, coverage_text, figures, legend, peak_text
-from learn.estimation.notes import OUT_OF_MEMORY, PROBLEM, Note, most_important
+from learn.estimation.estimate_view import (
+    OUT_OF_MEMORY,
+    PROBLEM,
+    WHOLE,
+    Note,
+    coverage_text,
+    figures,
+    legend,
+    most_important,
+    peak_text,
+)
 from learn.job.training_job import PIPELINE
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from featurize.memory.cudnn_workspaces import search_settings
 from featurize.timing.collectives import fabric_of
 from featurize.trace.trace_cache import BadRecord
 from learn.estimation.answers import answer_and_write
+from learn.estimation.bounds import RUNS, KnownRun
+from learn.estimation.estimate_view import INFO, WARNING, Note
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun
-from learn.estimation.notes import INFO, WARNING, Note
 from learn.estimation.requests import Request, ScriptKeywords, StepFiles, platform_and_options
 from learn.job.training_job import TrainingJob
 from learn.script import records

@@ -14,7 +14,7 @@ from featurize.timing.step_time import time_step
 from featurize.timing.times import packaged_hosts
 from featurize.training.training_step import Training
 from learn import estimate
-from learn.estimation.job_estimate import GRAPHS
+from learn.estimation.bounds import GRAPHS
 
 DEVICE = load_device("A100-SXM4-40GB")
 

@@ -10,7 +10,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate
-from learn.estimation.known_runs import KINDS
+from learn.estimation.bounds import KINDS
 from tests.learn.learn_rows import write_batch
 
 pytestmark = pytest.mark.shares_traces

@@ -18,11 +18,7 @@ from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import describe_device, device_names, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_script
-from learn.estimation.job_estimate import (
-    CONTEXT,
-    KERNELS,
-    WORKSPACES,
-)
+from learn.estimation.bounds import CONTEXT, KERNELS, WORKSPACES
 from learn.job.training_job import Case
 from tests.learn.learn_rows import write_batch
 from warehouse.files.folder import DataFolder

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from learn.estimation.job_estimate import (
-    CONTEXT,
-    KERNELS,
-    WORKSPACES,
-)
+from learn.estimation.bounds import CONTEXT, KERNELS, WORKSPACES
 from learn.estimators.protocol import BoundShares, bound_shares
 from learn.fit_bound import fit_bound, read_answers
 

@@ -16,8 +16,8 @@ from featurize.families import mlp, moe
 from featurize.job.layout import Parallel
 from featurize.training.experts import pretended_mesh
 from learn import estimate, largest_batch, plan
+from learn.estimation.bounds import COMMUNICATION
 from learn.estimation.estimate_view import print_table
-from learn.estimation.job_estimate import COMMUNICATION
 from tests.featurize.small_nets import Block, Computes, Stack
 
 CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
