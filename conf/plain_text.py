@@ -27,9 +27,9 @@ def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
     ]
 
 
-def counted(count: int, one: str, many: str) -> str:
-    """Return `1 run`, `1,200 runs`."""
-    return f"{count:,} {one if count == 1 else many}"
+def count_of(count: int, one: str, many: str | None = None) -> str:
+    """Return `1 row`, `1,200 rows`. `many` is the plural, if it is not `one` and an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def sql_text(value: str) -> str:
@@ -52,11 +52,6 @@ def clean_text(value: object, longest: int = _LONGEST_ON_PAGE) -> str:
     if len(text) > longest:
         text = f"… {len(text) - longest:,} characters left out …{text[-longest:]}"
     return _CONTROL.sub("�", _TERMINAL_ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def count_of(count: int, noun: str) -> str:
-    """Return `1 row`, `12 rows`."""
-    return counted(count, noun, f"{noun}s")
 
 
 def duration(seconds: float | None) -> str:

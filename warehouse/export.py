@@ -12,8 +12,7 @@ from warehouse.exchange.dataset import ExportSettings, export
 
 def entry(settings: ExportSettings) -> int:
     """Export the runs and print how many were added."""
-    report = export(settings)
-    print_lines(report.lines())
+    print_lines(export(settings).lines())
     return 0
 
 

@@ -222,8 +222,7 @@ class ChildServer:
         assert len(packet) < PACKET_BYTES
         try:
             with theirs:
-                handed_over = [end.fileno() for end in (theirs, channel) if end is not None]
-                socket.send_fds(self._control, [packet], handed_over)
+                socket.send_fds(self._control, [packet], [end.fileno() for end in (theirs, channel) if end is not None])
             answer = self._answer(ours, _ANSWER_TIMEOUT_S)
             if "problem" in answer:
                 raise ServerLost(f"{self.name}: {answer['problem']}")

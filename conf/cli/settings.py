@@ -234,8 +234,9 @@ def key(
         choices: The only allowed values.
         build: Makes the field's value from the given one. Raises `UsageError`.
     """
-    metadata = {_HELP: help, _KIND: kind, _CHOICES: tuple(choices), _BUILD: build}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata={_HELP: help, _KIND: kind, _CHOICES: tuple(choices), _BUILD: build}
+    )
 
 
 def format_key() -> Any:
@@ -267,8 +268,10 @@ def group(
 
     `default` is the name of a file, or None.
     """
-    metadata = {_DEFAULT: default, _HELP: help, _GROUP: ConfigGroup(build, schema, added, described)}
-    return dataclasses.field(default=None, metadata=metadata)
+    return dataclasses.field(
+        default=None,
+        metadata={_DEFAULT: default, _HELP: help, _GROUP: ConfigGroup(build, schema, added, described)},
+    )
 
 
 @dataclass(frozen=True)
@@ -297,9 +300,10 @@ class Key:
     @property
     def options(self) -> tuple[str, ...]:
         """The choices of a group."""
-        described = self.group is not None and self.group.described
         options = group_options(self.name)
-        return tuple(name for name in options if not described or "backend" not in choice_values(self.name, name))
+        if self.group is None or not self.group.described:
+            return options
+        return tuple(name for name in options if "backend" not in choice_values(self.name, name))
 
     @property
     def choice_keys(self) -> tuple[Key, ...]:
@@ -439,8 +443,7 @@ def built(settings: type[Settings], values: Mapping[str, Any]) -> Settings:
     A field `given` takes all values.
     """
     given = {"given": values, **values}
-    names = [field.name for field in dataclasses.fields(settings)]
-    return settings(**{name: given[name] for name in names if name in given})
+    return settings(**{field.name: given[field.name] for field in dataclasses.fields(settings) if field.name in given})
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from conf.errors import EnvironmentProblem, one_line
 from conf.files.outputs import write_file, write_output
-from conf.plain_text import clean_text, counted
+from conf.plain_text import clean_text, count_of
 from conf.reports.charts import Markup, Svg
 
 if TYPE_CHECKING:
@@ -304,8 +304,9 @@ def keep_page(path: Path, page: Page, figures: str) -> Path:
         write_file(path.with_suffix(".json"), figures.encode() + b"\n")
         write_file(path, page_bytes(page))
     except OSError as error:
-        why = error.strerror or error
-        raise EnvironmentProblem(f"{path} cannot be written: {why}; name another with report=") from error
+        raise EnvironmentProblem(
+            f"{path} cannot be written: {error.strerror or error}; name another with report="
+        ) from error
     return path
 
 
@@ -343,7 +344,7 @@ def _environment() -> Environment:
         "class_name": lambda value: type(value).__name__,
         "cell": cell_text,
         "shown": _explorer_cell,
-        "counted": counted,
+        "counted": count_of,
         "wrapped": wrapped,
         "numeric": numeric_places,
     }

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from conf.errors import CommandError, error_line
-from conf.plain_text import counted
+from conf.plain_text import count_of
 from farm.dispatch.dispatcher import StopRequest, failed_job, run_job
 from farm.dispatch.monitoring import Service
 from farm.nights.journal import (
@@ -158,7 +158,7 @@ class NightWork:
         learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
         all_failed = f"; {ran.failed}" if ran.failed else ""
         if asked:
-            landed_text = f"{counted(ran.runs, 'run is', 'runs are')} landed"
+            landed_text = f"{count_of(ran.runs, 'run is', 'runs are')} landed"
             return self._close("cut short", f"asked to leave; {landed_text}{_pairs(ran)}{all_failed}")
         return self._close("done", _night_in_a_sentence(choice, ran, learnt, self.machine.source) + all_failed)
 
@@ -402,7 +402,7 @@ class NightWork:
 def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload, source: str) -> str:
     """Return the night's result in a sentence. `source` of its runs: `measured` or `simulated`."""
     statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
-    runs = f"{counted(ran.runs, 'run was', 'runs were')} {source}" + (f" ({statuses})" if statuses else "")
+    runs = f"{count_of(ran.runs, 'run was', 'runs were')} {source}" + (f" ({statuses})" if statuses else "")
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
     stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured and ran.runs else ""
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""

@@ -64,7 +64,7 @@ from learn.fitting.kernel_formulas import score_of
 from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
 from learn.judging.evaluate import held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, scores_of_errors
-from warehouse.exchange.published_kernels import OPERATOR
+from warehouse.exchange.published_tables import OPERATOR
 
 # Start of the fit: an SM without arithmetic, each pipe and the memory draw a part of the board's power.
 _BEGIN: Mapping[str, float] = {"sm": 0.3, "fp32": 1.0, "tensor": 1.0, "dram": 0.4, "exponent": 2.0, "feed": 0.5}

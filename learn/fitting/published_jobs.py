@@ -154,7 +154,7 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
 
     Args:
         name: One of `LAYERS`.
-        sizes: As `warehouse.exchange.published_kernels` names them.
+        sizes: As `warehouse.exchange.published_tables` names them.
         phase: `forward`, `backward` or None.
         dtype: `float32`, `tf32` or `bfloat16`.
         device: The GPU model that was measured.

@@ -33,8 +33,7 @@ from learn.fitting.kernel_fit import (
 from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind, wave_scaling
 from tests.learn.learn_rows import MOSTLY_MLPS, import_csv, import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
-from warehouse.exchange.published_kernels import KERNEL_TABLES
-from warehouse.exchange.published_tables import TABLES
+from warehouse.exchange.published_tables import KERNEL_TABLES, TABLES
 
 
 def silent(*_):

@@ -8,7 +8,7 @@ import pytest
 from warehouse_rows import ask, ask_plainly, compact_at, findings_of, kernels, ranks, run_row, samples, take_in
 
 from conf.errors import EnvironmentProblem, UsageError
-from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
+from warehouse.exchange.published_tables import NEUSIGHT_COLUMNS as COLUMNS
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter

@@ -190,8 +190,7 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
             f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
         )
     if described_kind != kind or family != part.family:
-        content_kind = f"{described_kind} of {family}"
-        raise EnvironmentProblem(f"{path} holds {content_kind}: it has been moved or renamed")
+        raise EnvironmentProblem(f"{path} holds {described_kind} of {family}: it has been moved or renamed")
     problems: list[str] = []
     rows = conform(table, kind, schema, {}, {}, problems)
     if problems:
@@ -490,8 +489,7 @@ def export(settings: ExportSettings) -> ExportReport:
         runs = _runs(connection, settings, report)
         contents: dict[Path, bytes] = {}
         for part, rows in sorted(runs.items()):
-            before = read_part(report.root, part, "runs")
-            known = set(before.column("run_id").to_pylist())
+            known = set(read_part(report.root, part, "runs").column("run_id").to_pylist())
             new = [row for row in rows if row["run_id"] not in known]
             report.there += len(rows) - len(new)
             if not new:
@@ -500,16 +498,14 @@ def export(settings: ExportSettings) -> ExportReport:
             tables = public_tables(connection, new, settings.hz, kernels=settings.kernels)
             # Runs last, so readers of the runs see their samples, kernels and ranks.
             for kind, added in tables.items():
-                table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
+                before = read_part(report.root, part, kind)
+                # Without rows of an export that was killed before writing its runs.
+                of_runs = before.filter(pc.is_in(before.column("run_id"), pa.array(sorted(known), pa.string())))
+                table = pa.concat_tables([of_runs, added])
                 if table.num_rows or kind in ALWAYS_THERE or (report.root / part.path(kind)).exists():
                     contents[part.path(kind)] = to_bytes(part, kind, _sort(table))
     _write(report, contents, settings.max_mb)
     return report
-
-
-def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
-    """Return the rows of some runs, without those of an export that was killed before writing its runs."""
-    return table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string())))
 
 
 @contextlib.contextmanager

@@ -41,8 +41,15 @@ from warehouse.exchange.imported_rows import (
     run_ids,
 )
 from warehouse.exchange.published import read_published_runs
-from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
-from warehouse.exchange.published_tables import NO_SPEED, TABLES, group_members
+from warehouse.exchange.published_tables import (
+    KERNEL_TABLES,
+    NEUSIGHT,
+    NO_SPEED,
+    TABLES,
+    group_members,
+    read_kernel_table,
+    read_kernel_times,
+)
 from warehouse.files.counting import land_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import locked

@@ -101,9 +101,7 @@ def parse_filename(name: str) -> dict[str, object]:
 
 
 def _rate(values: Mapping[str, str], switches: Mapping[str, str]) -> float:
-    if switches.get("dropout") == "False":
-        return 0.0
-    return float(values["dropout"])
+    return 0.0 if switches.get("dropout") == "False" else float(values["dropout"])
 
 
 def _mlp(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, object]:

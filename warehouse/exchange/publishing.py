@@ -320,8 +320,7 @@ def _write_tables(
         for table in COLUMNS:
             (root / table).mkdir(parents=True)
             options = writing(table, schemas[table])
-            writer = pq.ParquetWriter(root / table / _PART, schemas[table], **options)
-            writers[table] = opened.enter_context(writer)
+            writers[table] = opened.enter_context(pq.ParquetWriter(root / table / _PART, schemas[table], **options))
 
         def write(table: str, rows: pa.Table) -> None:
             schema = schemas[table]

@@ -9,14 +9,13 @@ Forking a child from a process that has imported DuckDB takes milliseconds.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,25 +85,20 @@ class ExplorerReader:
 
     def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> QueryRows:
         """Return the rows of a query of the explorer."""
-        with self._in_time():
-            self._connection.execute(sql, list(values))
-            columns = tuple(column[0] for column in self._connection.description)
-            rows = self._connection.fetchmany(most + 1)
-        return QueryRows(columns, rows[:most], len(rows) > most)
-
-    @contextlib.contextmanager
-    def _in_time(self) -> Iterator[None]:
         timer = threading.Timer(self._seconds, self._connection.interrupt)
         timer.daemon = True
         timer.start()
         try:
-            yield
+            self._connection.execute(sql, list(values))
+            columns = tuple(column[0] for column in self._connection.description)
+            rows = self._connection.fetchmany(most + 1)
         except duckdb.InterruptException as error:
             raise TooLong(f"the query took longer than the limit of {self._seconds:g} s") from error
         except duckdb.Error as error:
             raise UsageError(first_line(error)) from error
         finally:
             timer.cancel()
+        return QueryRows(columns, rows[:most], len(rows) > most)
 
 
 PAGE, CSV, PARQUET = "page", "csv", "parquet"
@@ -189,7 +183,10 @@ def _reply(
     content = b""
     try:
         with connect(DataFolder(root), share=limits.share, views_file=views_file) as connection:
-            _limit_data(_MOST_RESERVED * limits.memory_bytes)
+            # The kernel refuses more additional memory than that.
+            data_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            most_bytes = data_bytes + _MOST_RESERVED * limits.memory_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limits.seconds)  # its default action ends the process
             content, header["has_more"] = _answer(connection, sql, kind, limits)
@@ -203,12 +200,6 @@ def _reply(
         header = {"problem": str(error), "is_usage": isinstance(error, UsageError)}
     sender.send_bytes(json.dumps(header).encode())
     sender.send_bytes(content)
-
-
-def _limit_data(limit_bytes: int) -> None:
-    """Limit the additional memory of this process; the kernel refuses more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])
-    resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + limit_bytes, resource.RLIM_INFINITY))
 
 
 def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryLimits) -> tuple[bytes, bool]:

@@ -573,8 +573,7 @@ def counting_files(folder: DataFolder, kind: str, family: str, catalogue: Catalo
     # Listings before files, as in queries: a merged file exists before its listing.
     catalogue = catalogue or read_catalogue(folder, kind)
     partition = folder.partition(kind, family)
-    names = (*catalogue.unmerged_names(partition), *catalogue.merged_names(partition))
-    return [partition / name for name in names]
+    return [partition / name for name in (*catalogue.unmerged_names(partition), *catalogue.merged_names(partition))]
 
 
 def intact_merged_names(folder: DataFolder, kind: str, family: str) -> list[str]:

@@ -202,20 +202,20 @@ class DataFolder:
         return [family for family in families if family != _ANCHOR_FAMILY]
 
     def write_anchors(self) -> None:
-        """Write missing files without rows, so every glob of the views matches a file."""
-        for path, schema in self._anchors().items():
-            if not path.exists():
-                write_file(path, _without_rows(schema))
+        """Write missing files without rows, so every glob of the views matches a file.
 
-    def _anchors(self) -> dict[Path, pa.Schema]:
-        """Return path -> schema of the files that anchor the views. Older ones work too, since views add columns."""
+        Those of older versions work too, since views add columns.
+        """
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
-        return {
+        anchors = {
             **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
             self.jobs / f"_{name}": JOB_SCHEMA,
             self.stale / f"_{name}": STALE_SCHEMA,
             **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
         }
+        for path, schema in anchors.items():
+            if not path.exists():
+                write_file(path, _without_rows(schema))
 
 
 def check_name(kind: str, name: object) -> str:

@@ -112,8 +112,9 @@ class IntegrityReport:
         older = f", {self.without_checksum:,} of them of older versions without a checksum" * bool(
             self.without_checksum
         )
-        problems = len(self.damaged) + len(self.lost)
-        lines.append(f"{root}: {self.files:,} files verified{older}; {problems:,} damaged or missing")
+        lines.append(
+            f"{root}: {self.files:,} files verified{older}; {len(self.damaged) + len(self.lost):,} damaged or missing"
+        )
         return lines
 
     def as_json(self, root: Path) -> dict[str, Any]:

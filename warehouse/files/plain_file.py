@@ -165,12 +165,19 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 
     Raises `EnvironmentProblem` unless it is a plain file: for a symbolic link, a device, a pipe, a folder.
     """
+    no_plain_file = f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
     except OSError as error:
-        raise _explain(error, path) from error
+        if error.errno in (errno.EISDIR, *_OF_THE_NAME):
+            raise EnvironmentProblem(no_plain_file) from error
+        raise
     try:
-        _check_plain(os.fstat(descriptor), path, written)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise EnvironmentProblem(no_plain_file)
+        if written and status.st_nlink > 1:
+            raise EnvironmentProblem(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
         return os.fdopen(descriptor, "r+b")
     except BaseException:
         os.close(descriptor)
@@ -225,19 +232,6 @@ def is_shared_by_any(descriptor: int) -> bool:
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, write_lock)
     (lock_type,) = struct.unpack_from("h", answer)
     return bool(lock_type != fcntl.F_UNLCK)
-
-
-def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
-    if written and status.st_nlink > 1:
-        raise EnvironmentProblem(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
-
-
-def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
-    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV):
-        return EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
-    return error
 
 
 _COPY_TRIES = 5

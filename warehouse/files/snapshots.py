@@ -45,7 +45,7 @@ from warehouse.files.folder import (
     write_parquet,
 )
 from warehouse.files.views import ROW_COUNTS, VIEWS, view_statements
-from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
+from warehouse.tables.duckdb_access import disk_error_code, disk_errors_named
 from warehouse.tables.schema import KINDS, OF_RUNS, SCHEMA_VERSION, TABLES
 
 FORMAT = "gpufarm-snapshot"
@@ -286,7 +286,7 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
             (counts,) = connection.execute(ROW_COUNTS).fetchall()
             return dict(zip(VIEWS, counts, strict=True))
         except duckdb.Error as error:
-            if is_disk_error(error):
+            if disk_error_code(error) is not None:
                 raise
             raise EnvironmentProblem(f"the folder's files cannot be read: {first_line(error)}") from error
 

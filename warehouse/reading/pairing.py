@@ -18,7 +18,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from conf.plain_text import counted
+from conf.plain_text import count_of
 from conf.reports.blocks import Block, Callout, Heading, Lead, table
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW, find_snapshot
@@ -362,7 +362,7 @@ def difference_blocks(difference: Difference) -> list[Block]:
     if counts:
         blocks.append(table(("", "family", "device", "status", "runs"), counts, words=4))
     if difference.changed_columns:
-        named = ", ".join(f"{name} ({counted(n, 'run', 'runs')})" for name, n in difference.changed_columns.items())
+        named = ", ".join(f"{name} ({count_of(n, 'run')})" for name, n in difference.changed_columns.items())
         blocks.append(Lead(f"Changed in: {named}."))
     title = "Labels of the same configuration and environment"
     blocks += _shift_blocks(title, ("family", "device", "configurations"), difference.shifts)

@@ -77,22 +77,18 @@ def _new_instance() -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def is_disk_error(error: duckdb.Error) -> bool:
-    """Return whether DuckDB failed for lack of space or write permission."""
-    return _code(error) is not None
-
-
 @contextlib.contextmanager
 def disk_errors_named() -> Iterator[None]:
     """Raise `OSError` where DuckDB fails for lack of space or write permission, as in its temporary files."""
     try:
         yield
     except duckdb.Error as error:
-        code = _code(error)
+        code = disk_error_code(error)
         if code is None:
             raise
         raise OSError(code, os.strerror(code)) from error
 
 
-def _code(error: duckdb.Error) -> int | None:
+def disk_error_code(error: duckdb.Error) -> int | None:
+    """Return the number of the error if DuckDB failed for lack of space or write permission."""
     return next((code for code in _CODES if os.strerror(code) in str(error)), None)

@@ -26,7 +26,7 @@ from conf.cli.command_line import EXIT_TEMPORARY, run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, exception_line, one_line
 from conf.files.outputs import json_lines, write_file
-from conf.plain_text import counted
+from conf.plain_text import count_of
 from conf.units import MIB
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 from workers.telemetry.base import WatchTarget
@@ -361,7 +361,7 @@ def measure(settings: ProbesSettings) -> int:
     failures = [failure for result in results for failure in result.failed.items()]
     if failures:
         first = ": ".join(failures[0])
-        print(f"failed: {counted(len(failures), 'measurement', 'measurements')}, first {first}", flush=True)
+        print(f"failed: {count_of(len(failures), 'measurement')}, first {first}", flush=True)
     if any(result.no_device is not None for result in results):
         return EXIT_NOT_HERE
     if failures and not any(result.measured or result.kept for result in results):

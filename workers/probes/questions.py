@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import first_line
-from conf.plain_text import counted
+from conf.plain_text import count_of
 from conf.units import MIB
 from workers.probes.children import Measurement, ProbeResult, Row, first_gpu, measure_all, memory_reading
 
@@ -158,7 +158,7 @@ def answer_gpm(rows: Sequence[Row]) -> str:
     known = [row for row in rows if row["smact"] is not None]
     above = next((row for row in known if row["smact"] > 0), None)
     if above is None:
-        return f"GPM gave no SM activity above 0 in {counted(len(rows), 'reading', 'readings')}."
+        return f"GPM gave no SM activity above 0 in {count_of(len(rows), 'reading')}."
     steady = statistics.median(row["smact"] for row in known[len(known) // 2 :])
     first = rows[0]["smact"]
     usable = first is not None and abs(first - steady) <= max(_EQUAL_SHARE * steady, 0.02)
