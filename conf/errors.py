@@ -159,9 +159,7 @@ _LINE_END = re.compile("\r\n?")
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped, such as `\\x1b`. Line feeds stay, tabs become blanks."""
-    if text.isprintable():
-        return text
-    return "".join(map(_spell, text))
+    return text if text.isprintable() else "".join(map(_spell, text))
 
 
 def one_line(text: str) -> str:

@@ -42,15 +42,15 @@ def escaped_glob(path: Path) -> str:
     return re.sub(r"([\[*?])", r"[\1]", str(path))
 
 
-def clean_text(value: object, longest: int = _LONGEST_ON_PAGE) -> str:
+def clean_text(value: object) -> str:
     """Return a value as text for a page, not yet escaped.
 
-    Terminal escapes are removed and control characters replaced. Of a text longer than `longest` characters only the
-    end is kept. None becomes a dash.
+    Terminal escapes are removed and control characters replaced. Only the end of a long text is kept. None becomes a
+    dash.
     """
     text = MISSING if value is None else str(value)
-    if len(text) > longest:
-        text = f"… {len(text) - longest:,} characters left out …{text[-longest:]}"
+    if len(text) > _LONGEST_ON_PAGE:
+        text = f"… {len(text) - _LONGEST_ON_PAGE:,} characters left out …{text[-_LONGEST_ON_PAGE:]}"
     return _CONTROL.sub("�", _TERMINAL_ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
 
 

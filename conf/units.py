@@ -4,5 +4,4 @@ Start reading at `MIB`. Every room may import this.
 """
 
 MIB = 2**20  # bytes
-GIB = 2**30  # bytes
 MIB_PER_GIB = 1024.0

@@ -33,6 +33,10 @@ _LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # libraries whose
 PACKAGES = ("conf", "featurize", "learn")  # this project's packages that make traces and answers
 _TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, sha256 BLOB NOT NULL, content BLOB NOT NULL)"
 
+_USED_BYTES = (
+    "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
+)
+
 
 @functools.cache
 def libraries() -> str:
@@ -115,14 +119,13 @@ class DiskCache:
         with self._opened() as database:  # one transaction
             database.execute(_TABLE)
             limit = self._most_bytes
-            if limit is not None and self.path.stat().st_size > limit and self._used_bytes(database) > limit:
+            if (
+                limit is not None
+                and self.path.stat().st_size > limit
+                and database.execute(_USED_BYTES).fetchone()[0] > limit
+            ):
                 database.execute("DELETE FROM entries WHERE rowid <= (SELECT avg(rowid) FROM entries)")
             database.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
-
-    @staticmethod
-    def _used_bytes(database: sqlite3.Connection) -> int:
-        query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, "
-        return int(database.execute(f"{query} pragma_page_size").fetchone()[0])
 
     def _opened(self) -> sqlite3.Connection:
         """Return this thread's connection to the current file; keep it, because opening takes longer than a query."""
@@ -167,12 +170,7 @@ def recall(*names: str) -> list[Any]:
 
 def _value(content: bytes) -> Any:
     with contextlib.suppress(ValueError):
-        return msgpack.unpackb(content, ext_hook=_integer, unicode_errors="surrogatepass")
-
-
-def _integer(_kind: int, digits: bytes) -> int:
-    """Return the integer of which `_packable` stored the digits."""
-    return int(digits)
+        return msgpack.unpackb(content, ext_hook=lambda _kind, digits: int(digits), unicode_errors="surrogatepass")
 
 
 _waiting: ContextVar[dict[str, Any] | None] = ContextVar("values of `kept_at_once`", default=None)

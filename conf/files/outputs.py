@@ -330,13 +330,13 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, from the byte `start` on; empty if the file is missing.
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, empty if the file is missing.
 
     An incomplete line, left by a kill, is skipped.
     """
     records = []
-    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
             records.append(parse_json(line))
     return [record for record in records if isinstance(record, dict)]

@@ -335,7 +335,8 @@ def _environment() -> Environment:
         loader=PackageLoader("conf.reports", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_clean,
+        # Finished markup stays; every other value is cleaned, and Jinja2 then escapes it.
+        finalize=lambda value: value if hasattr(value, "__html__") else clean_text(value),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -354,11 +355,6 @@ def _environment() -> Environment:
 @cache
 def _style(name: str) -> str:
     return resources.files("conf.reports").joinpath("templates", f"{name}.css").read_text("utf-8")
-
-
-def _clean(value: object) -> object:
-    """Return finished markup unchanged, and every other value as cleaned text, which Jinja2 then escapes."""
-    return value if hasattr(value, "__html__") else clean_text(value)
 
 
 _PLAIN_WIDTH = 200  # characters per line in a file or a pipe, where rich would fold figures at 80

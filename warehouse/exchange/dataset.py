@@ -484,7 +484,7 @@ def export(settings: ExportSettings) -> ExportReport:
     with (
         disk_errors_named(),
         _lock(report.root),
-        contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection,
+        connect(DataFolder.resolve(settings.data)) as connection,
     ):
         runs = _runs(connection, settings, report)
         contents: dict[Path, bytes] = {}

@@ -194,7 +194,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
         left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
         raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
     folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder), contextlib.closing(connect(folder)) as connection:
+    with _lock(folder), connect(folder) as connection:
         known = _known_ids(connection, files[0].kind)
         for completed, file in enumerate(files):
             progress("landing", completed, len(files))
@@ -308,7 +308,7 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
         samples = {"telemetry": read_part(root, part, "telemetry"), **details}
         read.append((part, runs, check_rows(root, part, runs), samples))
     folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder), contextlib.closing(connect(folder)) as connection:
+    with _lock(folder), connect(folder) as connection:
         known = known_public_ids(connection)
         for completed, (part, runs, rows, samples) in enumerate(read):
             progress("landing", completed, len(parts))

@@ -75,7 +75,7 @@ def write_pages(published: Path, most_runs: int) -> int:
     """
     to = published / PAGES_FOLDER
     to.mkdir()
-    with contextlib.closing(_connection(published)) as connection:
+    with _connection(published) as connection:
         reader = ExplorerReader(connection, _QUERY_S)
         first, devices = overview(reader), devices_page(reader)
         lists = dict(_lists(reader, {**first["tables"], "runs": first["runs"]}))
@@ -264,7 +264,7 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
     report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
     settings.root.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(settings.root) as building:
-        with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
+        with connect(folder, snapshot=snapshot.name) as connection:
             runs = _write_tables(connection, building, settings, report)
             findings = check(connection)
         report.findings = len(findings)

@@ -58,7 +58,7 @@ from warehouse.files.counting import (
     settle_listings,
     unlisted_files,
 )
-from warehouse.files.folder import DamagedFile, DataFolder, checksum_problem, content_problem
+from warehouse.files.folder import DamagedFile, DataFolder, checksum_problem, content_problem, require_intact
 from warehouse.files.plain_file import (
     NoPlainFile,
     is_passing,
@@ -451,9 +451,7 @@ def _read_singly(
 ) -> Iterator[tuple[list[Path], list[pa.Table]]]:
     for path in paths:
         try:
-            problem = checksum_problem(path)
-            if problem is not None:
-                raise DamagedContent(problem)
+            require_intact(path)
             yield [path], [pq.ParquetFile(path).read()]
         except (pa.ArrowException, OSError, ValueError) as error:
             unreadable(path, error)

@@ -44,6 +44,7 @@ from warehouse.files.folder import (
     damage_of,
     recorded_checksum,
     report_damage,
+    require_intact,
     set_aside,
     warn_once,
     write_parquet,
@@ -98,9 +99,7 @@ class Listing:
     @classmethod
     def read(cls, file: Path) -> Listing:
         """Read a listing. Raises `ValueError` for a damaged file or none, `OSError` if it cannot be read."""
-        problem = checksum_problem(file)
-        if problem is not None:
-            raise ValueError(problem)
+        require_intact(file)
         try:
             table = pq.ParquetFile(file).read()
             rows = table.to_pylist()
@@ -131,11 +130,8 @@ class Listing:
             ],
             schema=LISTING_SCHEMA,
         )
-        metadata = {_PUBLISHED_AT: repr(self.published_at_s)}
-        if self.checksum is not None:
-            metadata[_CHECKSUM] = self.checksum
-        if self.rows is not None:
-            metadata[_ROWS] = str(self.rows)
+        known = {_PUBLISHED_AT: self.published_at_s, _CHECKSUM: self.checksum, _ROWS: self.rows}
+        metadata = {name: str(value) for name, value in known.items() if value is not None}
         write_parquet(self.file, table.replace_schema_metadata(metadata))
 
 
@@ -296,9 +292,7 @@ def _read_snapshot(folder: DataFolder, kind: str, others: Sequence[Path]) -> Seq
 
 def _listed_by_snapshot(path: Path) -> list[str]:
     """Return the merged files of a snapshot's listing. Raises `ValueError` for one that no snapshot wrote."""
-    problem = checksum_problem(path)
-    if problem is not None:
-        raise ValueError(problem)
+    require_intact(path)
     merged = [str(row["path"]) for row in pq.ParquetFile(path).read().to_pylist() if not row["hidden"]]
     for name in merged:
         if not name.startswith(PARTITION) or _OWN_NAME.fullmatch(name.partition("/")[2]) is None:
@@ -469,9 +463,7 @@ class Catalogue:
 
 def refuse_losses(catalogues: Iterable[Catalogue]) -> None:
     """Raise `EnvironmentProblem` that names each lost merged file and listing: without these, counts are too low."""
-    lines: list[str] = []
-    for catalogue in catalogues:
-        lines += [*map(lost_line, catalogue.gone), *catalogue.lost]
+    lines = [line for catalogue in catalogues for line in (*map(lost_line, catalogue.gone), *catalogue.lost)]
     if lines:
         raise EnvironmentProblem("; ".join(lines))
 
@@ -666,15 +658,11 @@ def run_ids_of(path: Path) -> set[str]:
     Raises `Unreadable`, `FileNotFoundError` if there is no file, `OSError` if too many files are open.
     """
     try:
-        problem = checksum_problem(path)
-        if problem is not None:
-            raise Unreadable(problem)
+        require_intact(path)
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return set(file.read(columns=["run_id"]).column("run_id").unique().to_pylist())
-    except FileNotFoundError:
-        raise
     except _UNREADABLE as error:
-        if is_out_of_descriptors(error):
+        if isinstance(error, FileNotFoundError) or is_out_of_descriptors(error):
             raise
         raise Unreadable(first_line(error)) from error
 

@@ -282,6 +282,12 @@ def checksum_problem(path: Path) -> str | None:
     return verify(path)[1]
 
 
+def require_intact(path: Path) -> None:
+    """Raise `ValueError` with the problem of a Parquet file, if it has one. Raises `OSError` as reading does."""
+    if (problem := checksum_problem(path)) is not None:
+        raise ValueError(problem)
+
+
 def verify(path: Path) -> tuple[bool, str | None]:
     """Return whether the file has a checksum, and the file's problem or None."""
     with open_binary(path) as file:
@@ -415,10 +421,8 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
                 for _ in file.iter_batches(_BATCH_ROWS):
                     pass
             return reason
-    except FileNotFoundError:
-        raise
     except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
-        if is_passing(error):
+        if isinstance(error, FileNotFoundError) or is_passing(error):
             raise
         return first_line(error)
 
@@ -430,10 +434,8 @@ def damage_now(judge: Callable[[], str | None]) -> str | None:
     """
     try:
         return judge()
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        if is_out_of_descriptors(error):
+        if isinstance(error, FileNotFoundError) or is_out_of_descriptors(error):
             raise
         return first_line(error)
 

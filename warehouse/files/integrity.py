@@ -132,8 +132,8 @@ class IntegrityReport:
         }
 
 
-def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
-    """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
+def examine(folder: DataFolder, *, progress: Progress | None = None) -> IntegrityReport:
+    """Verify every file of the folder in a thread for each CPU that this process may use.
 
     Files that a compaction deletes in the meantime are left out. Raises `UsageError` if there is no such data folder.
     """
@@ -146,11 +146,15 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
     jobs: list[Callable[[], list[_Verified]]] = [partial(_verify_parquet, chunk) for chunk in chunks]
     jobs += [partial(_verify_snapshot, path) for path in sorted(folder.snapshots.glob(f"[!.]*/{MANIFEST}"))]
     jobs += [partial(_verify_artifact, path) for path in sorted(folder.models.glob("*/*/*.json"))]
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         waiting = [pool.submit(job) for job in jobs]
         try:
             for future in as_completed(waiting):
-                _count(report, future.result())
+                for check in future.result():
+                    report.files += check.files
+                    report.without_checksum += not check.has_checksum and check.problem is None
+                    if check.problem is not None:
+                        report.damaged.append(DamagedFile(check.path, check.problem))
                 if progress is not None:
                     progress(report.files, max(report.files, len(paths)))
         except BaseException:
@@ -179,14 +183,6 @@ class _Verified:
     has_checksum: bool
     problem: str | None
     files: int = 1
-
-
-def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
-    for check in verified:
-        report.files += check.files
-        report.without_checksum += not check.has_checksum and check.problem is None
-        if check.problem is not None:
-            report.damaged.append(DamagedFile(check.path, check.problem))
 
 
 def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:

@@ -261,9 +261,6 @@ def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
 
 
-_AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mark:
     """A stale label of one run.
@@ -290,12 +287,10 @@ def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked
     """
     folder.create()
     ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))
-    columns = {name: [getattr(mark, name) for mark in ordered] for name in _AS_THEY_ARE}
-    columns["operators"] = [", ".join(mark.operators) for mark in ordered]
-    columns |= {name: [mark.environment.get(name) for mark in ordered] for name in ENVIRONMENT}
-    columns |= {"marked_at": [marked_at] * len(ordered), "cycle": [cycle] * len(ordered)}
+    of_all = {"marked_at": marked_at, "cycle": cycle}
+    rows = [{**vars(mark), **mark.environment, "operators": ", ".join(mark.operators), **of_all} for mark in ordered]
     path = folder.stale / f"{check_name('cycle', cycle)}.parquet"
-    write_parquet(path, pa.table(columns, schema=STALE_SCHEMA))
+    write_parquet(path, pa.Table.from_pylist(rows, schema=STALE_SCHEMA))
     return path
 
 

@@ -104,7 +104,7 @@ def select(
     data: str | os.PathLike[str] | DataFolder | None, query: str, values: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
     """Return the rows of one query of a data folder, each by its columns. Raises as `connect` does."""
-    with contextlib.closing(connect(data)) as connection:
+    with connect(data) as connection:
         answer = connection.execute(query, list(values))
         columns = [name for name, *_ in answer.description]
         return [dict(zip(columns, row, strict=True)) for row in answer.fetchall()]
@@ -287,9 +287,7 @@ class _Planned:
         """Replace a database that DuckDB has given up. A relation cannot: it belongs to its connection."""
 
     def _own(self, result: Any) -> Any:
-        if isinstance(result, _DERIVED):
-            return WarehouseRelation(result, self._opened)
-        return result
+        return WarehouseRelation(result, self._opened) if isinstance(result, _DERIVED) else result
 
 
 class WarehouseRelation(_Planned):

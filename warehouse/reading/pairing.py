@@ -235,8 +235,8 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
     """
     data.open()
     with contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(_open(data, name)) for name in (before, after)]
-        joined = stack.enter_context(contextlib.closing(duckdb.connect()))
+        sides = [stack.enter_context(connect(data, snapshot=None if name == NOW else name)) for name in (before, after)]
+        joined = stack.enter_context(duckdb.connect())
         for name, side in zip(("before", "after"), sides, strict=True):
             joined.register(name, _runs(side))
         joined.execute(
@@ -262,10 +262,6 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             tolerance=tolerance,
             schema=tuple(_schema_changes(*(_columns(data, name) for name in (before, after)))),
         )
-
-
-def _open(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
-    return contextlib.closing(connect(data, snapshot=None if name == NOW else name))
 
 
 def _runs(connection: WarehouseConnection) -> pa.Table:

@@ -74,7 +74,7 @@ class QuerySettings(Checked):
 def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
     folder = DataFolder.resolve(settings.data)
-    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors():
+    with connect(folder, snapshot=settings.snapshot) as connection, _explain_errors():
         target = None if settings.out is None else checked_output(settings.out)
         relation = connection.sql(only_statement(connection, settings.sql))
         if target is None:
