@@ -20,7 +20,14 @@ STATUSES = ("ok", "oom", "invalid")  # that imported rows have
 def print_report(report: IngestReport) -> None:
     """Print the table of files, then the rows left out, in doubt or invalid, by reason, with the first places."""
     rows: list[tuple[Cell, ...]] = [
-        (file.name, file.rows, file.new, file.already_there, *(file.statuses[s] for s in STATUSES), file.in_doubt)
+        (
+            file.name,
+            file.rows,
+            file.new,
+            file.already_there,
+            *(file.statuses[status] for status in STATUSES),
+            sum(map(len, file.doubts.values())),
+        )
         for file in report.files
     ]
     lines = [f"left out: {path.name}: {why}" for path, why in report.left.items()]

@@ -624,8 +624,7 @@ def _reap(lines: dict[int, socket.socket]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (end := os.waitpid(-1, os.WNOHANG))[0]:
             keeper, status = end
-            line = lines.pop(keeper, None)
-            if line is not None:
+            if (line := lines.pop(keeper, None)) is not None:
                 if status:
                     end_below(os.getpid(), spared=tuple(lines))
                 line.close()

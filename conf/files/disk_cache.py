@@ -100,9 +100,10 @@ class DiskCache:
         """Store entries if possible. If two processes write the same entry, the later one wins."""
         contents = dict(entries)
         packed = {content: zlib.compress(content, 1) for content in set(contents.values())}  # many may be equal
-        rows = []
-        for key, content in contents.items():
-            rows.append((key, hashlib.sha256(key.encode() + packed[content]).digest(), packed[content]))
+        rows = [
+            (key, hashlib.sha256(key.encode() + packed[content]).digest(), packed[content])
+            for key, content in contents.items()
+        ]
         try:
             self._write(rows)
         except (sqlite3.OperationalError, OSError):  # busy, full, or not writable

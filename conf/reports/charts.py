@@ -25,16 +25,12 @@ DARK_SHADE = 4  # from this shade on, text is drawn light
 class Markup(str):
     """Finished HTML, which a template inserts unchanged: a picture, the style sheet, base64."""
 
-    __slots__ = ()
-
     def __html__(self) -> str:
         return str(self)
 
 
 class Svg(Markup):
     """Finished markup of a picture. Only `Drawing.svg` makes it."""
-
-    __slots__ = ()
 
 
 class Drawing:

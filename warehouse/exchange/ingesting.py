@@ -165,10 +165,6 @@ class FileReport:
     def already_there(self) -> int:
         return self.rows - self.new - self.left_out
 
-    @property
-    def in_doubt(self) -> int:
-        return sum(map(len, self.doubts.values()))
-
 
 @dataclass
 class IngestReport:

@@ -130,7 +130,7 @@ class DataFolder:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         version = self._read_version()  # before anything is written
-        with self._explain_errors():
+        try:
             for folder in (self.jobs, self.models, self.locks, *map(self.listings, KINDS)):
                 folder.mkdir(parents=True, exist_ok=True)
             self.write_anchors()
@@ -140,6 +140,14 @@ class DataFolder:
             from warehouse.files.views import refresh  # needs DuckDB, which users of only the paths may lack
 
             refresh(self)
+        except OSError as error:
+            if self.root.is_dir():
+                raise EnvironmentProblem(f"data={self.root} cannot be written: {error.strerror or error}") from error
+            # /proc and the like report "No such file or directory" for the new folder
+            why = "" if error.errno == errno.ENOENT else f": {error.strerror or error}"
+            raise EnvironmentProblem(
+                f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
+            ) from error
         return self
 
     def open(self) -> DataFolder:
@@ -173,19 +181,6 @@ class DataFolder:
                 "update the code, or name another folder with data=PATH"
             )
         return version
-
-    @contextlib.contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if self.root.is_dir():
-                raise EnvironmentProblem(f"data={self.root} cannot be written: {error.strerror or error}") from error
-            # /proc and the like report "No such file or directory" for the new folder
-            why = "" if error.errno == errno.ENOENT else f": {error.strerror or error}"
-            raise EnvironmentProblem(
-                f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
-            ) from error
 
     def listings(self, kind: str) -> Path:
         """Return the folder of the listings of merged files of one of `KINDS`."""
@@ -360,8 +355,7 @@ def _place(file: BinaryIO) -> int | None:
     Searched from the end: statistics, which contain texts of runs, precede the key-value pairs. Searched also before
     the footer, since a flipped bit in the footer's length moves its start.
     """
-    problem = frame_problem(file)
-    if problem is not None:
+    if (problem := frame_problem(file)) is not None:
         raise ValueError(problem)
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _ENDING_BYTES)

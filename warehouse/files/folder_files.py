@@ -114,8 +114,7 @@ class FolderFiles(AbstractFileSystem):
         if mode != "rb":
             _refuse(path)
         with self._lock:
-            pinned = self._pinned.get(path)
-            if pinned is not None:
+            if (pinned := self._pinned.get(path)) is not None:
                 return _OpenFile(pinned)
         kind, _, altered, name = self._parts(path)
         if name == _NO_ROWS:

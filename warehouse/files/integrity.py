@@ -161,8 +161,7 @@ def examine(folder: DataFolder, *, progress: Progress | None = None) -> Integrit
             pool.shutdown(cancel_futures=True)
             raise
     _examine_listings(folder, report)
-    problem = queue_problem(folder)
-    if problem is not None:
+    if (problem := queue_problem(folder)) is not None:
         report.damaged.append(DamagedFile(folder.queue, problem))
     report.files += folder.queue.is_file()
     try:

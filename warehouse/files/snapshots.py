@@ -176,8 +176,7 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
 def check_snapshot(folder: DataFolder, name: str) -> Snapshot:
     """Return the snapshot after checking its files without hashes. Raises `EnvironmentProblem` naming damaged ones."""
     snapshot = find_snapshot(folder, name)
-    problems = snapshot.problems(hashes=False)
-    if problems:
+    if problems := snapshot.problems(hashes=False):
         raise EnvironmentProblem(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
     return snapshot
 

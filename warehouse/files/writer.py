@@ -90,8 +90,7 @@ class RunWriter:
         }
         runs = self._folder.partition("runs", family)
         # Also on first attempts: the queue may have been lost, or restored from an older copy.
-        landed = merged_file_with(self._folder, family, run_id)
-        if landed is not None:
+        if (landed := merged_file_with(self._folder, family, run_id)) is not None:
             return landed
         name = f"{run_id}.parquet"
         # Telemetry and details first, so readers of the run see them.

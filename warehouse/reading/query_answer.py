@@ -277,8 +277,7 @@ def _explain_errors() -> Iterator[None]:
     try:
         yield
     except duckdb.CatalogException as error:
-        unknown = _UNKNOWN_TABLE.search(str(error))
-        if unknown:
+        if unknown := _UNKNOWN_TABLE.search(str(error)):
             raise unknown_name("table", unknown[1], VIEWS) from error
         raise UsageError(str(error).strip(), keep_lines=True) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
