@@ -445,8 +445,7 @@ def load_config(settings: type[Checked], arguments: Sequence[str]) -> DictConfig
 
 def _as_own_key(override: Override, spellings: Mapping[str, str]) -> Override:
     """Translate a command's special spelling into its key; return any other override unchanged."""
-    is_list = override.choice.startswith("[")
-    if is_list and (own := spellings.get(f"{override.key}[")):
+    if override.choice.startswith("[") and (own := spellings.get(f"{override.key}[")):
         return Override("", own, override.choice)
     own = spellings.get(f"{override.plus[:1]}{override.key}")
     return replace(override, plus="", key=own) if own else override
