@@ -5,7 +5,6 @@ Start reading at `calibrate` and `entry`; `featurize.device.device_spec` says wh
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,7 +162,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     """
     import warehouse
 
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with warehouse.connect(folder) as connection:
         rows = connection.execute(
             "SELECT config, device_name, peak_memory_mib, peak_reserved_mib FROM runs "
             "WHERE status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL AND group_id IS NULL "

@@ -251,7 +251,7 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
     `tolerance` is the relative difference from which on a pair counts as beyond. Raises `UsageError` for a folder or a
     snapshot that cannot be read.
     """
-    with contextlib.closing(duckdb.connect()) as connection:
+    with duckdb.connect() as connection:
         for side, runs in (("before", before), ("after", after)):
             _register(connection, side, runs)
         named = "(FROM {} WHERE config_hash IS NOT NULL AND config IS NOT NULL)"
@@ -280,7 +280,7 @@ def _register(connection: duckdb.DuckDBPyConnection, side: str, where: RunSet) -
     columns = ("run_id", "config", "family", "status", "error_type", "error", "quality", *_KEY, *LABELS, *ENVIRONMENT)
     limits = {"job_id = ?": where.job_id, "task_index < ?": where.n, "family = ?": where.family}
     values = {condition: value for condition, value in limits.items() if value is not None}
-    with contextlib.closing(warehouse.connect(where.folder, snapshot=where.snapshot)) as runs:
+    with warehouse.connect(where.folder, snapshot=where.snapshot) as runs:
         query = f"SELECT {', '.join(columns)} FROM runs WHERE {' AND '.join(('group_id IS NULL', *values))}"
         connection.register(side, runs.sql(query, params=list(values.values())).to_arrow_table())
 

@@ -310,7 +310,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
 
     from warehouse.reading.connection import connect
 
-    with contextlib.closing(connect(folder.root)) as connection:
+    with connect(folder.root) as connection:
         connection.register("wanted", pa.table({"run_id": list(tasks)}))
         rows = connection.execute("SELECT run_id, status FROM runs JOIN wanted USING (run_id)").fetchall()
     landed: dict[str, dict[int, str]] = {}

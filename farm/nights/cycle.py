@@ -449,7 +449,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
         tell("taking a snapshot")
         by_name[name] = take_snapshot(folder, name, tell=tell)
     tell("checking its rows")
-    with contextlib.closing(connect(folder, snapshot=name)) as connection:
+    with connect(folder, snapshot=name) as connection:
         findings = check(connection)
     return LandPayload(snapshot=name, rows=dict(by_name[name].rows), findings=tuple(findings))
 

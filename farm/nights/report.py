@@ -6,7 +6,6 @@ night in one sentence, with advice. Labels and errors on the page come from thir
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections import Counter, defaultdict
@@ -389,7 +388,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     canaries = cycle.payload(CanariesPayload) or CanariesPayload()
     rows = None
     try:
-        with contextlib.closing(warehouse.connect(folder, snapshot=landed.snapshot)) as connection:
+        with warehouse.connect(folder, snapshot=landed.snapshot) as connection:
             rows = read_rows(connection, cycle.started_at, canaries.device_name, canaries.source)
             notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
     except (CommandError, duckdb.Error, OSError) as error:

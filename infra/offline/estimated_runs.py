@@ -6,7 +6,6 @@ when a figure is off.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -205,7 +204,7 @@ def read_results(work: Path, progress: Callable[[int, int], None] = lambda compl
     runs, problem = [], ""
     if DataFolder.resolve(work / DATA).format_marker.is_file():
         try:
-            with contextlib.closing(warehouse.connect(work / DATA)) as connection:
+            with warehouse.connect(work / DATA) as connection:
                 runs = connection.sql(_RUNS).to_arrow_table().to_pylist()
         except Exception as error:  # the probes are shown anyway
             problem = exception_line(error)

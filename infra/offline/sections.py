@@ -7,7 +7,6 @@ whose tables `read_results` makes. `FIGURES` lists the compared figures.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import statistics
@@ -245,7 +244,7 @@ def read_results(work: Path, progress: Callable[[int, int], None] = lambda compl
     runs, problem = [], ""
     if DataFolder.resolve(work / DATA).format_marker.is_file():
         try:
-            with contextlib.closing(warehouse.connect(work / DATA)) as connection:
+            with warehouse.connect(work / DATA) as connection:
                 runs = connection.sql(_RUNS).to_arrow_table().to_pylist()
         except Exception as error:  # the probes are shown anyway
             problem = exception_line(error)

@@ -7,7 +7,6 @@ the same job, or of the job at another batch size.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import numbers
@@ -512,7 +511,7 @@ def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
     """Return whether a family has measured runs; cached, as many simulated runs make the search slow."""
     import warehouse
 
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with warehouse.connect(folder) as connection:
         return connection.execute(f"SELECT 1 {_OF_FAMILY} LIMIT 1", [family]).fetchone() is not None
 
 
@@ -529,7 +528,7 @@ def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: Tri
         if type(value) in (int, str) and name not in (*TRAINING_FIELDS, "family"):
             values += [f'$."{name}"', str(value)]
     query = f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_field * (len(values) // 2)}"
-    with contextlib.closing(warehouse.connect(data)) as connection:
+    with warehouse.connect(data) as connection:
         rows = connection.execute(query, [config.family, *values]).fetchall()
     measured = []
     for device_name, text, mib in rows:

@@ -6,7 +6,6 @@ Start reading at `Note`, of which `most_important` chooses those that are shown 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -358,7 +357,7 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
     selected = [columns[0], *(f"CASE WHEN group_id IS NULL THEN {name} END" for name in columns[1:])]
-    with contextlib.closing(warehouse.connect(data)) as connection:
+    with warehouse.connect(data) as connection:
         row = connection.execute(
             f"SELECT config, status, source, device_name, {', '.join(selected)} FROM runs WHERE run_id = ?",
             [str(run_id)],

@@ -546,7 +546,7 @@ def measured_activity(
 
 def query_rows(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
-    with contextlib.closing(warehouse.connect(data)) as connection:
+    with warehouse.connect(data) as connection:
         rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
     return rows
 

@@ -222,7 +222,7 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
     seen_groups = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
     others = sorted(artifact.fitted_run_ids - group_of.keys())
     if others:
-        with contextlib.closing(warehouse.connect(folder)) as connection:
+        with warehouse.connect(folder) as connection:
             seen_rows = connection.execute(
                 "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
             ).fetchall()

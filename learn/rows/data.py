@@ -7,7 +7,6 @@ silently; a row whose label is in doubt is judged, but not fitted on.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -386,7 +385,7 @@ def _read(
     import warehouse
     from warehouse.files.writer import stale_now
 
-    with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
+    with warehouse.connect(data, snapshot=snapshot) as connection:
         # target.column comes from learn.rows.data, not from the user
         answer = connection.execute(f"SELECT {_COLUMNS}, {target.column} AS label FROM runs ORDER BY run_id")
         names = [column[0] for column in answer.description]

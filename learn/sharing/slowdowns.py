@@ -20,7 +20,6 @@ partners: their order changes nothing, and groups of three and four are treated 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -228,7 +227,7 @@ def measured_groups(
         "member_row",
         *_PROFILE.values(),
     )
-    with contextlib.closing(warehouse.connect(data)) as connection:
+    with warehouse.connect(data) as connection:
         rows = connection.sql(f"SELECT {', '.join(columns)} FROM collocations ORDER BY group_id, member")
         members = rows.to_arrow_table().to_pylist()
     members = [row for row in members if device_name in (None, row["device_name"])]
