@@ -151,15 +151,16 @@ class _Asking:
             "padding": list(signature.padding),
             "dilation": list(signature.dilation),
         }
-        if signature.operation == "forward":
-            output = signature.response
-            out = graph.conv_fprop(tensor("x", signature.image), tensor("w", signature.kernel), **geometry)
-        elif signature.operation == "data_gradient":
-            output = signature.image
-            out = graph.conv_dgrad(tensor("dy", signature.response), tensor("w", signature.kernel), **geometry)
-        else:
-            output = signature.kernel
-            out = graph.conv_wgrad(tensor("x", signature.image), tensor("dy", signature.response), **geometry)
+        match signature.operation:
+            case "forward":
+                output = signature.response
+                out = graph.conv_fprop(tensor("x", signature.image), tensor("w", signature.kernel), **geometry)
+            case "data_gradient":
+                output = signature.image
+                out = graph.conv_dgrad(tensor("dy", signature.response), tensor("w", signature.kernel), **geometry)
+            case _:
+                output = signature.kernel
+                out = graph.conv_wgrad(tensor("x", signature.image), tensor("dy", signature.response), **geometry)
         out.set_output(True).set_data_type(dtype).set_dim(list(output)).set_stride(list(signature.strides_of(output)))
         graph.validate()
         graph.build_operation_graph()

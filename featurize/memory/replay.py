@@ -8,6 +8,7 @@ Start reading at `replay`. The allocator is `featurize.memory.allocator`; worksp
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -489,23 +490,20 @@ def replay_history(
             allocator.empty_cache()
         allocator.grows = emptied and any(event.action == "segment_map" for event in changes)
         changes = []
-        if action in ("alloc", "oom"):
-            if action == "oom":
+        match action:
+            case "alloc":
+                with contextlib.suppress(OutOfMemory):
+                    live[address] = allocator.allocate(size, stream)
+            case "oom":
                 recorded.append(SegmentEvent(action, size, stream))
-            try:
-                handle = allocator.allocate(size, stream)
-            except OutOfMemory:
-                continue
-            if action == "alloc":
-                live[address] = handle
-            else:
-                allocator.free(handle)
-        elif action != "free_completed":
-            raise ValueError(f"unknown action {action!r} in a memory history")
-        elif address in live:
-            allocator.free(live.pop(address))
-        else:
-            unmatched += 1
+                with contextlib.suppress(OutOfMemory):
+                    allocator.free(allocator.allocate(size, stream))
+            case "free_completed" if address in live:
+                allocator.free(live.pop(address))
+            case "free_completed":
+                unmatched += 1
+            case _:
+                raise ValueError(f"unknown action {action!r} in a memory history")
     if _is_emptied(allocator, changes, "snapshot"):
         allocator.empty_cache()
     return HistoryReplay(

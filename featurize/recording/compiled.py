@@ -431,19 +431,21 @@ class AttributeReads:
             return path is not None and path == theirs.get(id(other))
         if type(ours) is not type(other):
             return False
-        if isinstance(ours, _COMPARED):
-            return ours == other
-        if isinstance(ours, list | tuple) and isinstance(other, list | tuple):
-            return len(ours) == len(other) and all(self._same(a, b, theirs) for a, b in zip(ours, other, strict=True))
-        if isinstance(ours, dict) and isinstance(other, dict):
-            return list(ours) == list(other) and all(self._same(ours[key], other[key], theirs) for key in ours)
-        if isinstance(ours, MethodType) and isinstance(other, MethodType):
-            return ours.__func__ is other.__func__ and self._same(ours.__self__, other.__self__, theirs)
-        if isinstance(ours, FunctionType) and isinstance(other, FunctionType):
-            return ours.__code__ is other.__code__ and self._same(closed_over(ours), closed_over(other), theirs)
-        if isinstance(ours, functools.partial) and isinstance(other, functools.partial):
-            mine, its = ((part.func, part.args, part.keywords) for part in (ours, other))
-            return self._same(mine, its, theirs)
+        same = functools.partial(self._same, theirs=theirs)
+        match ours, other:
+            case _ if isinstance(ours, _COMPARED):
+                return ours == other
+            case list() | tuple(), list() | tuple():
+                return len(ours) == len(other) and all(map(same, ours, other))
+            case dict(), dict():
+                return list(ours) == list(other) and all(map(same, ours.values(), other.values()))
+            case MethodType(), MethodType():
+                return ours.__func__ is other.__func__ and same(ours.__self__, other.__self__)
+            case FunctionType(), FunctionType():
+                return ours.__code__ is other.__code__ and same(closed_over(ours), closed_over(other))
+            case functools.partial(), functools.partial():
+                mine, its = ((part.func, part.args, part.keywords) for part in (ours, other))
+                return same(mine, its)
         return False
 
 

@@ -270,10 +270,11 @@ def _reduces_last(node: Node) -> bool:
 
 
 def _role(node: Node) -> str:
-    if node.op in ("placeholder", "get_attr"):
-        return _INPUT
-    if node.op == "output":
-        return "output"
+    match node.op:
+        case "placeholder" | "get_attr":
+            return _INPUT
+        case "output":
+            return "output"
     if node.target is operator.getitem:
         source = node.args[0]  # other results are set with the operator that returns them
         return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT

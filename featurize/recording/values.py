@@ -440,27 +440,29 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a batch with its name: `input_ids`, `targets[0].boxes`, `input 1` for a positional one."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for position, item in enumerate(value):
-            yield from named_tensors(item, f"{name}[{position}]" if name else f"input {position + 1}")
+    match value:
+        case Tensor():
+            yield name, value
+        case Mapping():
+            for key, item in value.items():
+                yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+        case list() | tuple():
+            for position, item in enumerate(value):
+                yield from named_tensors(item, f"{name}[{position}]" if name else f"input {position + 1}")
 
 
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the value with every tensor replaced by the result of `function`; mappings become plain ones."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(item, function) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        made = [mapped(item, function) for item in value]
-        if isinstance(value, tuple):
+    match value:
+        case Tensor():
+            return function(value)
+        case Mapping():
+            return {key: mapped(item, function) for key, item in value.items()}
+        case list():
+            return [mapped(item, function) for item in value]
+        case tuple():
+            made = [mapped(item, function) for item in value]
             return value._make(made) if hasattr(value, "_make") else tuple(made)
-        return made
     return value
 
 

@@ -64,8 +64,6 @@ _COLLECTIONS = _SETS | {dict, OrderedDict}
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 # A causal language model's settings hold the hash of their JSON text, which is another one in each process.
 _GENERATION = ("transformers.generation.configuration_utils", "GenerationConfig")
 _OWN_HASH = "_original_object_hash"
@@ -138,26 +136,27 @@ class Fingerprint(Pickler):
         """Return what is written for an object that is neither a tensor nor a module."""
         if value is _rebuild_marker:
             return NotImplemented
-        if isinstance(value, type | types.FunctionType):
-            if is_installed(sys.modules.get(value.__module__)):
+        match value:
+            case type() | types.FunctionType() if is_installed(sys.modules.get(value.__module__)):
                 return self.installed(value)
-            if isinstance(value, types.FunctionType):
+            case types.FunctionType():
                 return _own_function(value)
-            attributes = [entry for entry in vars(value).items() if entry[0] not in _OF_PYTHON]
-            state = {name: part for name, part in attributes if not isinstance(part, _DESCRIPTORS)}
-            return _rebuild_marker, (value.__module__, value.__qualname__), (value.__bases__, _order(state))
-        if isinstance(value, types.ModuleType):
-            return _rebuild_marker, ("module", value.__name__)
-        if isinstance(value, _BUILTINS):
-            return _rebuild_marker, ("builtin", getattr(value, "__module__", None), value.__qualname__)
-        if isinstance(value, types.MethodType):
-            return _rebuild_marker, ("method",), (value.__func__, value.__self__)
-        if isinstance(value, property):
-            return _rebuild_marker, ("property",), (value.fget, value.fset)
-        if isinstance(value, staticmethod | classmethod):
-            return _rebuild_marker, ("method",), value.__func__
-        if isinstance(value, types.MappingProxyType):
-            return _rebuild_marker, ("mapping",), dict(value)
+            case type():
+                attributes = [entry for entry in vars(value).items() if entry[0] not in _OF_PYTHON]
+                state = {name: part for name, part in attributes if not isinstance(part, _DESCRIPTORS)}
+                return _rebuild_marker, (value.__module__, value.__qualname__), (value.__bases__, _order(state))
+            case types.ModuleType():
+                return _rebuild_marker, ("module", value.__name__)
+            case types.BuiltinFunctionType() | types.MethodDescriptorType() | types.WrapperDescriptorType():
+                return _rebuild_marker, ("builtin", getattr(value, "__module__", None), value.__qualname__)
+            case types.MethodType():
+                return _rebuild_marker, ("method",), (value.__func__, value.__self__)
+            case property():
+                return _rebuild_marker, ("property",), (value.fget, value.fset)
+            case staticmethod() | classmethod():
+                return _rebuild_marker, ("method",), value.__func__
+            case types.MappingProxyType():
+                return _rebuild_marker, ("mapping",), dict(value)
         if (type(value).__module__, type(value).__name__) == _GENERATION:
             state = {name: part for name, part in vars(value).items() if name != _OWN_HASH}
             return _rebuild_marker, _GENERATION, _order(state)
@@ -213,14 +212,14 @@ class State(Fingerprint):
 
     def other(self, value: Any) -> Any:
         """Return what is written for an object, with state that a fingerprint of a job leaves out or refuses."""
-        kind = type(value)
-        if kind in _BOUND:
-            return _rebuild_marker, (value.__name__,), value.__self__
-        if kind is _CACHED:
-            info = value.cache_info()  # a hit changes no state
-            return _rebuild_marker, (info.misses, info.currsize), value.__wrapped__
-        if kind is weakref.ref:
-            return _rebuild_marker, ("reference",), value()
+        match value:
+            case types.BuiltinFunctionType() | types.MethodWrapperType():
+                return _rebuild_marker, (value.__name__,), value.__self__
+            case _CACHED():
+                info = value.cache_info()  # a hit changes no state
+                return _rebuild_marker, (info.misses, info.currsize), value.__wrapped__
+            case weakref.ref() if type(value) is weakref.ref:
+                return _rebuild_marker, ("reference",), value()
         return super().other(value)
 
     def tensor(self, value: Tensor) -> Any:
