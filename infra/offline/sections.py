@@ -59,8 +59,8 @@ from infra.offline.block_comparison import (
 from infra.offline.results import CALLS, DATA, LOG, PROBES, outcomes_of, unfinished_tests
 from learn.calibrate import calibrate, measured_in_csv
 from learn.commands.sharing import memory_errors
+from learn.estimation import bounds
 from learn.estimation.answers import make_estimate
-from learn.estimation.bounds import NONE
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import machine_for, request_of
 from learn.job.training_job import RESIDENT
@@ -306,7 +306,7 @@ def _estimates(run: Mapping[str, Any], data: Path) -> tuple[dict[str, Estimate],
         allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
     given = None if allocator == AllocatorSettings() else allocator
     traces: dict[Any, Any] = {}
-    request = request_of(config, device=device, allocator=given, data=data, known=NONE)
+    request = request_of(config, device=device, allocator=given, data=data, known=bounds.NONE)
     shipped, _ = make_estimate(request, traces=traces)
     options = replace(request.options, estimator=TRACE, loop=RESIDENT)
     alone, traced = make_estimate(replace(request, options=options), traces=traces)
