@@ -1,6 +1,6 @@
 """The farm: samples trial configs, queues them durably, hands them to workers, lands their runs.
 
-Start reading at `farm.queue.jobs` (the queue) and `featurize.configs.draws` (the configs in it).
+Start reading at `farm.queue.jobs` (the queue) and `featurize.configs.space` (the configs in it).
 """
 
 from __future__ import annotations

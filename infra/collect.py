@@ -24,7 +24,7 @@ from conf.plain_text import count_of
 from farm.dispatch.dispatcher import work
 from farm.queue.jobs import Queue
 from farm.submission.submitting import SubmitSettings, require_gpus, submit
-from featurize.configs.dimensions import Choice, Range, Space, default_space, own_space
+from featurize.configs.space import Choice, Range, Space, default_space, own_space
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
 from featurize.job.training_settings import Optimizer

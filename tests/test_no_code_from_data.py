@@ -176,7 +176,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
         "featurize/job/code_names.py",
         "featurize/configs/trial.py",
         "farm/submission/model_check.py",
-        "featurize/configs/draws.py",
+        "featurize/configs/space.py",
         "workers/trial/body.py",
         "learn/commands/estimate.py",
         "learn/job/training_job.py",

@@ -43,8 +43,7 @@ from farm.sampling.selection import (
     thin,
 )
 from farm.submission.submitting import TrialsSettings, spec_of
-from featurize.configs.dimensions import Space, default_space
-from featurize.configs.space import parse_space, require_within_limits
+from featurize.configs.space import Space, default_space, parse_space, require_within_limits
 from featurize.configs.trial import (
     TrialConfig,
     canonical_json,

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.configs.dimensions import Space
-from featurize.configs.draws import NO_LIMITS, Limits, sample_range
+from featurize.configs.space import NO_LIMITS, Limits, Space, sample_range
 from featurize.configs.trial import TrialConfig, config_hash
 
 if TYPE_CHECKING:

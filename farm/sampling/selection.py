@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from conf.errors import CommandError, UsageError
 from conf.plain_text import count_of
 from farm.sampling.forecast import Forecaster, Outlook
-from featurize.configs.dimensions import Space
-from featurize.configs.draws import NO_LIMITS, Limits, sample_range
+from featurize.configs.space import NO_LIMITS, Limits, Space, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from featurize.families import get_family
@@ -352,7 +351,7 @@ def candidates(
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
     `uniform` draws independent points; every other policy continues with the low-discrepancy sequence. Errors as in
-    `featurize.configs.draws.sample_range`.
+    `featurize.configs.space.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"
     configs = tuple(sample_range(space, seed, start, start + count, points, limits))

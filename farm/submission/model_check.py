@@ -18,7 +18,7 @@ from conf.children.running import TIME, ChildServer, Ended, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError, exception_line, first_few, shown
 from conf.files.identity import version_of
-from featurize.configs.dimensions import Space, own_space
+from featurize.configs.space import Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
     code_fields,

@@ -37,9 +37,21 @@ from farm.queue.jobs import (
     text_of_task,
 )
 from farm.sampling.forecast import POOL, SIZES, Groups, pool_of
-from featurize.configs.dimensions import Choice, Constant, Dimension, Space, default_space
-from featurize.configs.draws import POLICIES, SAMPLER_VERSION, Limits, checked_batch_sizes, sample_range
-from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
+from featurize.configs.space import (
+    POLICIES,
+    SAMPLER_VERSION,
+    Choice,
+    Constant,
+    Dimension,
+    Limits,
+    Space,
+    checked_batch_sizes,
+    default_space,
+    parse_space,
+    require_within_limits,
+    sample_range,
+    space_of_mapping,
+)
 from featurize.configs.trial import canonical_json
 from featurize.families import family_names
 from featurize.job.layout import WRAPPED, parse_parallel

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.configs.dimensions import Space, default_space
-from featurize.configs.draws import Limits, sample_range
 from featurize.configs.features import group_key
-from featurize.configs.space import parse_space
+from featurize.configs.space import Limits, Space, default_space, parse_space, sample_range
 from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.job.training_settings import FITTED_OPTIMIZERS, PRECISIONS

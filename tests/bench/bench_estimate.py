@@ -22,8 +22,7 @@ def run() -> dict[str, float]:
     import torch
 
     import learn
-    from featurize.configs.dimensions import own_space
-    from featurize.configs.draws import sample_range
+    from featurize.configs.space import own_space, sample_range
 
     one = partial(learn.estimate, device=DEVICE, method="fast")
     many = partial(learn.estimate_many, device=DEVICE, method="fast")

@@ -15,9 +15,7 @@ import numpy as np
 
 from farm.nights.journal import Journal
 from farm.nights.plan import NEED_LIBRARIES
-from featurize.configs.dimensions import default_space
-from featurize.configs.draws import sample_range
-from featurize.configs.space import parse_space
+from featurize.configs.space import default_space, parse_space, sample_range
 from featurize.configs.trial import canonical_json, config_hash
 from featurize.families import family_names, layers_of
 from featurize.job.layers import rough_memory_mib, totals

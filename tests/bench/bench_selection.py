@@ -12,8 +12,7 @@ import numpy as np
 
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import Known, candidates, choose
-from featurize.configs.dimensions import default_space
-from featurize.configs.space import parse_space
+from featurize.configs.space import default_space, parse_space
 from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 

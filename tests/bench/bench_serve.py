@@ -119,8 +119,7 @@ def _wrong(questions: Sequence[dict[str, Any]], answers: dict[int, bytes]) -> in
 
 def questions_of(n: int, seed: int) -> list[dict[str, Any]]:
     """Return questions, half of them asked before, of three families on two GPU models."""
-    from featurize.configs.dimensions import own_space
-    from featurize.configs.draws import sample_range
+    from featurize.configs.space import own_space, sample_range
 
     draw = random.Random(seed)
     new = [

@@ -20,7 +20,7 @@ from conf.files.identity import mapping_hash
 from conf.files.outputs import json_lines
 from farm.queue.jobs import Job, Queue, device_key
 from farm.submission.submitting import SubmitSettings
-from featurize.configs.draws import NO_LIMITS, Limits, sample
+from featurize.configs.space import NO_LIMITS, Limits, sample
 from featurize.configs.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings

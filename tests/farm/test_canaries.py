@@ -17,9 +17,7 @@ from farm.nights.canaries import canaries_to_confirm, tolerance_of
 from farm.nights.journal import Journal, plain
 from farm.nights.plan import NEED_LIBRARIES, Machine
 from farm.nights.watch import EVERYTHING, OPERATORS, OTHER, drift_of, operator_of_kind, operators_of, remeasure, watch
-from featurize.configs.dimensions import default_space
-from featurize.configs.draws import Limits, sample
-from featurize.configs.space import parse_space
+from featurize.configs.space import Limits, default_space, parse_space, sample
 from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of

@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.submission.submitting import require_gpus, with_layouts
-from featurize.configs.dimensions import own_space
+from featurize.configs.space import own_space
 from tests.surroundings import await_
 from tests.trials import mlp, task
 from workers.devices import DeviceChoice, Slot

@@ -20,9 +20,7 @@ from farm.grow import _cycle_lock, _StatusLine
 from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
-from featurize.configs.dimensions import default_space
-from featurize.configs.draws import sample_range
-from featurize.configs.space import parse_space
+from featurize.configs.space import default_space, parse_space, sample_range
 from featurize.configs.trial import canonical_json
 from tests.farm.canary_nights import SMALL_NIGHT
 from tests.farm.test_serving_connections import listening

@@ -22,8 +22,7 @@ from farm.sampling.selection import (
     known_runs,
     merge_pools,
 )
-from featurize.configs.draws import sample
-from featurize.configs.space import parse_space
+from featurize.configs.space import parse_space, sample
 from featurize.configs.trial import canonical_json, code_problem, config_hash, config_of_row
 from featurize.device.device_spec import load_device
 from featurize.families import get_family, mlp

@@ -9,8 +9,7 @@ from test_dispatch import Clock, ScriptedExecutor, run_with, submit_texts
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
 from farm.queue.jobs import configs_of_text
-from featurize.configs.draws import sample_range
-from featurize.configs.space import parse_space
+from featurize.configs.space import parse_space, sample_range
 from featurize.configs.trial import canonical_json, code_marks, config_from_mapping
 from tests.warehouse.warehouse_rows import ask
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from featurize.configs.dimensions import default_space
-from featurize.configs.draws import Limits, sample
 from featurize.configs.features import feature_columns
-from featurize.configs.space import Space, parse_space
+from featurize.configs.space import Limits, Space, default_space, parse_space, sample
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth

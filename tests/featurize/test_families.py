@@ -15,7 +15,7 @@ from plan_checks import (
 )
 
 from conf.errors import UsageError
-from featurize.configs.draws import POLICIES, sample_range
+from featurize.configs.space import POLICIES, sample_range
 from featurize.configs.trial import config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, repaired
 from featurize.job.layers import totals

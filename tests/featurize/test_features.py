@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_configs import small_config
 
-from featurize.configs.draws import sample_range
 from featurize.configs.features import feature_columns, group_key
+from featurize.configs.space import sample_range
 from featurize.configs.step_features import opgraph, step_features
 from featurize.device.device_spec import load_device
 from featurize.families import cnn, family_names, mlp, transformer

@@ -12,9 +12,7 @@ from conf.cli.command_line import load_settings
 from conf.errors import UsageError
 from farm.submission.submitting import SubmitSettings
 from featurize import families
-from featurize.configs.dimensions import default_space
-from featurize.configs.draws import Limits, sample, sample_range
-from featurize.configs.space import parse_space
+from featurize.configs.space import Limits, default_space, parse_space, sample, sample_range
 from featurize.configs.trial import TrialConfig
 from featurize.job.layers import Layer, rough_memory_mib
 from tests.featurize.small_configs import own_space

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UsageError
-from featurize.configs.dimensions import Range, default_space
-from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
+from featurize.configs.space import Range, default_space, parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
 
@@ -228,7 +227,7 @@ def test_every_family_has_an_arch_file():
 
 def test_the_farm_s_queue_and_sampling_import_neither_torch_nor_ray_nor_duckdb():
     code = (
-        "import sys, featurize.configs.space, featurize.configs.draws, farm.queue.jobs, farm.status, farm.cancel; "
+        "import sys, featurize.configs.space, farm.queue.jobs, farm.status, farm.cancel; "
         "heavy = {'torch', 'ray', 'duckdb', 'scipy', 'rich', 'hydra', 'pyarrow.compute', 'importlib.metadata'}; "
         "print(*heavy & set(sys.modules))"
     )

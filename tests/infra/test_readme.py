@@ -72,9 +72,7 @@ def test_the_readme_shows_the_commands_of_the_demo():
 
 def test_the_readme_s_simulated_figures_are_those_of_this_code():
     """The run beside the estimate, simulated again: stale figures need `make readme`."""
-    from featurize.configs.dimensions import default_space
-    from featurize.configs.draws import sample
-    from featurize.configs.space import parse_space
+    from featurize.configs.space import default_space, parse_space, sample
 
     (index,) = {int(number) for number in re.findall(rf"run={RUN_ID.pattern}", README)}
     device = load_device("A100-SXM4-40GB")
