@@ -26,8 +26,15 @@ from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device, core_count
 from workers.devices.cuda import Discovery, discover_gpus, torch_cuda_build
-from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
+from workers.telemetry.sensors import (
+    SENSORS,
+    DcgmAddress,
+    Sensor,
+    SensorUnavailable,
+    TelemetrySettings,
+    WatchTarget,
+    make_sensors,
+)
 
 _BYTES_PER_MIB = 1024**2
 _RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")

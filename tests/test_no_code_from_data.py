@@ -36,7 +36,7 @@ LOADERS = {
     ("featurize/trace/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
     ("workers/probes/children.py", "measure"): "names of the table PROBES; others raise first",
     ("workers/probes/children.py", "write_rows"): "a probe's function that our own code names, in a process of its own",
-    ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
+    ("workers/telemetry/sensors.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
     ("featurize/families/zoo.py", "_load"): "behind `code_names.library_problem`: the user's names, libraries' models",

@@ -12,7 +12,7 @@ from typing import Any
 
 from conf.cli.settings import Checked, key, section
 from conf.errors import UsageError
-from workers.telemetry.sampler import TelemetrySettings
+from workers.telemetry.sensors import TelemetrySettings
 
 PREPARE_AHEAD = ("auto", "always", "never")
 SHARING = ("time_slicing", "mps")  # how trials that run together share a GPU

@@ -22,11 +22,10 @@ from conf.errors import safe_text
 from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Together, core_count, host_memory_share_mib, make_device
-from workers.labels.run_labels import MEANS, EndedMember, label_ranks, label_run, labelled_group, table_of_rows
+from workers.labels import MEANS, EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.task import RunClock, RunResult, Task
-from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
-from workers.telemetry.sampler import call_within, to_table
+from workers.telemetry.sensors import SensorUnavailable, call_within, to_table
 from workers.trial.reports import KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.server_client import (
     MpsDaemon,

@@ -38,7 +38,7 @@ from farm.queue.leftovers import end_processes, make_ray_folder
 from featurize.job.layout import Parallel
 from workers.devices import DeviceChoice, make_device
 from workers.task import RunResult, Task
-from workers.telemetry.sampler import call_in_thread
+from workers.telemetry.sensors import call_in_thread
 
 _ANSWER_TIMEOUT_S = 5.0
 _ERROR_CHARACTERS = 400

@@ -61,7 +61,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from workers.devices import DeviceChoice, Slot, make_device
 from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings
-from workers.telemetry.sampler import TelemetrySettings
+from workers.telemetry.sensors import TelemetrySettings
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec

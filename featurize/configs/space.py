@@ -249,11 +249,11 @@ def _range(name: str, spec: Mapping[str, Any]) -> Range:
     if unknown := sorted(str(key) for key in spec if key not in RANGE_KEYS):
         problems.append(f"unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}")
     low, high, step, scale = spec.get("low"), spec.get("high"), spec.get("step"), spec.get("scale", "auto")
-    for key, value in (("low", low), ("high", high), ("step", step)):
-        if key not in spec and key != "step":
-            problems.append(f"{key} is missing")
-        elif not is_number(value) and (key != "step" or value is not None):
-            problems.append(f"{key} must be a finite number, got {value!r}")
+    for end, value in (("low", low), ("high", high), ("step", step)):
+        if end not in spec and end != "step":
+            problems.append(f"{end} is missing")
+        elif not is_number(value) and (end != "step" or value is not None):
+            problems.append(f"{end} must be a finite number, got {value!r}")
     if scale not in SCALES:
         problems.append(f"unknown scale {scale!r}; known: {', '.join(SCALES)}")
     if is_number(low) and is_number(high):

@@ -1,6 +1,6 @@
 """Parts that families share without torch: entries of the layer plan, batches, and repairs of common fields.
 
-Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.prenorm`. FLOPs count matrix
+Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.modules`. FLOPs count matrix
 products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, from
 `output_elements`.
 """
@@ -124,7 +124,7 @@ def attention_part(width: int, length: int, rate: float) -> list[Layer]:
 def prenorm_block(
     width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
 ) -> list[Layer]:
-    """Return a `featurize.nets.prenorm.PreNormBlock`: attention, then the norm, two linear layers, dropout and sum."""
+    """Return a `featurize.nets.modules.PreNormBlock`: attention, then the norm, two linear layers, dropout and sum."""
     outer = length * width
     return [
         *attention_part(width, length, rate),

@@ -62,7 +62,7 @@ def build(config: Config) -> parts.Module:
     """Return the network: [N, sequence_length] token indices -> logits [N, sequence_length, vocabulary_size]."""
     from torch import nn
 
-    from featurize.nets import prenorm as modules
+    from featurize.nets import modules
 
     linear, rate = modules.LINEARS[config.projection], config.dropout
 

@@ -83,7 +83,7 @@ def build(config: Config) -> parts.Module:
             nn.Linear(block.inputs, block.outputs),
             *([nn.BatchNorm1d(block.outputs)] if config.batch_norm else []),
             modules.activation(config.activation),
-            *modules.dropout(config.dropout),
+            *modules.dropouts(config.dropout),
         )
 
     *body, head = blocks(config)

@@ -115,15 +115,14 @@ def build(config: Config) -> parts.Module:
     vocabulary_size] for a decoder, [N, classes] for an encoder; balance is the routers' auxiliary loss, a scalar."""
     from torch import nn
 
-    from featurize.nets import prenorm as modules
-    from featurize.nets.modules import activation
+    from featurize.nets import modules
 
     width, inner, rate = config.embedding_size, config.feed_forward, config.dropout
     decoder = config.topology == "decoder"
 
     def forward_part(index: int) -> nn.Module:
         if not is_routed(config, index):
-            return modules.feed_forward(width, inner, activation(config.activation))
+            return modules.feed_forward(width, inner, modules.activation(config.activation))
         return modules.RoutedExperts(
             width,
             inner,

@@ -64,7 +64,7 @@ def build(config: Config) -> parts.Module:
     """Return the network: [N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 
-    from featurize.nets import prenorm as modules
+    from featurize.nets import modules
 
     width, rate = config.embedding_size, config.dropout
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conf.errors import UsageError
 from featurize.job.layout import EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, Parallel
-from featurize.nets.prenorm import RoutedExperts
+from featurize.nets.modules import RoutedExperts
 from featurize.operators.replacing import Change, all_replaced
 
 _FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featurize.families import get_family
-from workers.telemetry.base import WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.nvml import GpmSensor, NvmlSensor
 from workers.telemetry.process import ProcessSensor
-from workers.telemetry.sampler import TelemetrySampler
+from workers.telemetry.sensors import TelemetrySampler, WatchTarget
 
 _RECORDINGS = Path(__file__).parent.parent / "workers"
 _GPUS = 8

@@ -21,11 +21,10 @@ from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 
 from tests.surroundings import await_
 from warehouse.tables.schema import METRICS, SAMPLE_QUALITIES
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.nvml import GpmSensor, NvmlSensor
 from workers.telemetry.process import ProcessSensor
-from workers.telemetry.sampler import SENSORS
+from workers.telemetry.sensors import SENSORS, Sample, Sensor, SensorUnavailable, WatchTarget
 
 RATIOS = {name for name, (unit, _) in METRICS.items() if unit == "ratio"}
 

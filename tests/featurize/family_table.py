@@ -10,7 +10,7 @@ from torch import nn
 
 from featurize.configs.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.families import cnn, diffusion, dlrm, gnn, gpt, mlp, moe, rnn, timm, transformer, unet, vit
-from featurize.nets.prenorm import Conv1D, ExpertLinear, GeluNew
+from featurize.nets.modules import Conv1D, ExpertLinear, GeluNew
 
 
 class Family(NamedTuple):

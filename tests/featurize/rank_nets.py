@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featurize.nets.prenorm import RoutedExperts, SelfAttention
+from featurize.nets.modules import RoutedExperts, SelfAttention
 from featurize.operators.replacing import replaced
 from tests.featurize.small_nets import Stack
 

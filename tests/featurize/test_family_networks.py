@@ -11,8 +11,7 @@ from featurize.device.device_spec import load_device
 from featurize.families import dlrm, gnn, gpt, layers_of, loss_of, moe, rnn, timm, vit
 from featurize.job.training_settings import Training
 from featurize.nets import vision
-from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
-from featurize.nets.prenorm import RoutedExperts
+from featurize.nets.modules import AttentionConvolution, GraphConvolution, RoutedExperts, SampleConvolution
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy

@@ -5,10 +5,10 @@ import os
 import pytest
 from recorded_nvml import A100_UUID, FakeGpmNvml
 
-from workers.labels.run_labels import label_run
+from workers.labels import label_run
 from workers.telemetry import nvml as nvml_module
-from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.nvml import GpmSensor, NvmlSensor, memory_before
+from workers.telemetry.sensors import Sample, WatchTarget
 from workers.trial.reports import Observed
 
 MIB = 2**20

@@ -10,9 +10,9 @@ import torch
 from tests.trials import mlp
 from tests.trials import task as trial
 from warehouse.tables.schema import KERNEL_SCHEMA
-from workers.devices import profiling
-from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
-from workers.labels.run_labels import table_of_rows
+from workers.devices import training
+from workers.devices.training import dims_text, kernels_of_trace, report_kernels
+from workers.labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
 from workers.trial.server_client import RunningTrial
@@ -141,7 +141,7 @@ class FakeLink:
 
 def reported(monkeypatch, trace, step_time_ms=1.0, train_step=lambda: None):
     if trace is not None:
-        monkeypatch.setattr(profiling, "profiled_trace", lambda *_: trace)
+        monkeypatch.setattr(training, "profiled_trace", lambda *_: trace)
     link = FakeLink()
     report_kernels(train_step, 3, step_time_ms, "cpu", link)
     return link.events

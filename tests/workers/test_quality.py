@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from warehouse.tables.schema import QUALITIES, RUN_SCHEMA
-from workers.labels.quality import REASONS
-from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
-from workers.telemetry.base import Sample, window_mean
+from workers.labels import REASONS, counter_growth, label_run, peak_memory_mib
+from workers.telemetry.sensors import Sample, window_mean
 from workers.trial.reports import Observed
 
 S = 1_000_000_000

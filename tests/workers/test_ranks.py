@@ -19,8 +19,7 @@ from test_worker import LONG, InBackground
 from tests.surroundings import await_
 from tests.trials import SHORT, mlp, task
 from workers.settings import KernelSettings
-from workers.telemetry.base import Sample, Sensor, WatchTarget
-from workers.telemetry.sampler import TelemetrySettings
+from workers.telemetry.sensors import Sample, Sensor, TelemetrySettings, WatchTarget
 from workers.trial import body
 from workers.trial.reports import BROKEN, ReportReader
 

@@ -21,9 +21,8 @@ from recorded_nvml import (
 )
 
 from conf.errors import UsageError
-from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import FIELDS, DcgmSensor, PageReader
-from workers.telemetry.sampler import TelemetrySettings
+from workers.telemetry.sensors import SensorUnavailable, TelemetrySettings, WatchTarget
 
 OLD_STYLE_UUID = "GPU-6b8d2a1f-4e32-5c9b-ad55-1a7e3f92c812"
 MIG_UUID = "GPU-7c9e3b20-5f43-6dac-be66-2b8f40a3d923"

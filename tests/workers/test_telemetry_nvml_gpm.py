@@ -18,8 +18,8 @@ from recorded_nvml import (
 
 from tests.surroundings import waiting_process
 from workers.telemetry import nvml as nvml_module
-from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import GpmSensor, NvmlSensor, belongs_to
+from workers.telemetry.sensors import SensorUnavailable, WatchTarget
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20

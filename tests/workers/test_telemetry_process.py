@@ -8,8 +8,8 @@ import pytest
 from recorded_nvml import Clock
 
 from conf.children.containment import TreeMemory, resident_bytes, tree_memory_bytes
-from workers.telemetry.base import WatchTarget
 from workers.telemetry.process import ProcessSensor
+from workers.telemetry.sensors import WatchTarget
 
 BURNS_IN_A_CHILD = """
 import subprocess, sys

@@ -11,11 +11,14 @@ from recorded_nvml import A100_UUID, RecordedNvml
 
 from conf.errors import UsageError
 from warehouse.tables.schema import METRICS, TELEMETRY_SCHEMA
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
-from workers.telemetry.sampler import (
+from workers.telemetry.sensors import (
+    Sample,
+    Sensor,
+    SensorUnavailable,
     TelemetrySampler,
     TelemetrySettings,
+    WatchTarget,
     make_sensors,
     to_table,
 )
@@ -216,7 +219,7 @@ def test_phase_of_a_trial_that_died_early_is_the_last_it_reached(marks, phases):
 @pytest.fixture
 def wedged(monkeypatch):
     """A driver that does not come back until the test is over."""
-    monkeypatch.setattr("workers.telemetry.sampler._START_S", 0.2)
+    monkeypatch.setattr("workers.telemetry.sensors._START_S", 0.2)
     released = threading.Event()
     yield released
     released.set()
@@ -231,7 +234,7 @@ def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged,
         return Scripted("wedged", reading)
 
     monkeypatch.setattr(Scripted, "create", staticmethod(create))
-    monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"nvml": f"{__name__}:Scripted"})
+    monkeypatch.setattr("workers.telemetry.sensors.SENSORS", {"nvml": f"{__name__}:Scripted"})
     settings = TelemetrySettings(sources=("nvml",))
     assert make_sensors(settings, TARGET) == ((), {"nvml": "nvml does not answer within 0.2 s"})
     assert make_sensors(settings, TARGET) == ((), {"nvml": "nvml has not returned from an earlier call"})

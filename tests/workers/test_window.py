@@ -11,7 +11,7 @@ import pytest
 from workers.devices.steadiness import TARGETS, TargetFollower, student_t
 from workers.devices.training import MemoryWatch, measure_window, warm_up
 from workers.settings import WindowSettings
-from workers.telemetry.base import Sample
+from workers.telemetry.sensors import Sample
 
 ADAPTIVE = WindowSettings(kind="adaptive")
 

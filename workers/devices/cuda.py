@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from workers.devices import DeviceChoice, DeviceUnavailable, Link, Place, Slot
-from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import Nvml, as_text, open_nvml
+from workers.telemetry.sensors import SensorUnavailable
 
 if TYPE_CHECKING:
     import torch

@@ -184,7 +184,7 @@ class SimulatedDevice:
         """Report the operators of one step with their modelled times, whose sum is the modelled step time."""
         from featurize.timing.step_time import operator_costs
         from warehouse.tables.schema import KERNEL_PHASES  # imports pyarrow: no threads in the trial server
-        from workers.devices.profiling import dims_text, report_rows
+        from workers.devices.training import dims_text, report_rows
 
         priced = zip(trace.operators, operator_costs(trace, self.spec, config), strict=True)
         counts = Counter(

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.settings import WindowSettings
-from workers.telemetry.base import Sample, spoken_from_ns
+from workers.telemetry.sensors import Sample, spoken_from_ns
 
-# target -> (sensor, metric) that may read it, the preferred one first as in `workers.labels.run_labels`. Power comes
+# target -> (sensor, metric) that may read it, the preferred one first as in `workers.labels`. Power comes
 # from the energy counter if there is one: NVIDIA's power reading covers only a part of the time.
 TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
     **{name: (("gpm", name), ("dcgm", name)) for name in ("smact", "smocc", "drama")},

@@ -29,8 +29,8 @@ from conf.files.outputs import json_lines, write_file
 from conf.plain_text import count_of
 from conf.units import MIB
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
-from workers.telemetry.base import WatchTarget
 from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.sensors import WatchTarget
 
 if TYPE_CHECKING:
     import torch

@@ -115,8 +115,8 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
     """Yield GPM's readings while the GPU is busy, from the sensor's creation on."""
     import torch
 
-    from workers.telemetry.base import SensorUnavailable, WatchTarget
     from workers.telemetry.nvml import GpmSensor
+    from workers.telemetry.sensors import SensorUnavailable, WatchTarget
 
     matrix = torch.randn(8192, 8192, device=first_gpu(), dtype=torch.bfloat16)
     stop = threading.Event()

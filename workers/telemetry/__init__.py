@@ -1,1 +1,1 @@
-"""Telemetry sensors behind one Protocol, sampled by one thread. Start reading at `base.py`."""
+"""Telemetry sensors behind one Protocol, sampled by one thread. Start reading at `sensors.py`."""

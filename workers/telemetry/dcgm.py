@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from conf.errors import UsageError
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, refuse_shared
+from workers.telemetry.sensors import Sample, Sensor, SensorUnavailable, WatchTarget
 
 # DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. The blanks for 64-bit
 # integers lie above the blank for floating-point numbers.

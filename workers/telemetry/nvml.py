@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
+from workers.telemetry.sensors import Sample, Sensor, SensorUnavailable, WatchTarget
 
 # The initial namespace's inode number, a constant of Linux (PROC_PID_INIT_INO in include/linux/proc_ns.h).
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 
 from conf.children.containment import TreeMemory, descendants_of, lists_children
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
+from workers.telemetry.sensors import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
 _ROUNDING_S = 0.05  # CPU times are counted in ticks of 10 ms, and sums of floats are slightly off

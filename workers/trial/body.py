@@ -1,4 +1,9 @@
-"""The body of a trial: runs in the forked child and reports over its socket, one event as JSON per line.
+"""A trial's own side: the trial server, and the trial that its child runs and reports, one event as JSON per line.
+
+The trial server (`python -m workers.trial.body`) is a server of children (`conf.children.running`) that has imported
+torch and forks a child per trial. A worker executes it and never forks it, because a worker under Ray has many threads.
+The server imports what the first training step needs (`prepare`), but runs no operator and does not touch CUDA. A child
+therefore starts within milliseconds with a clean context and allocator; it calls `run`.
 
 Start reading at `run_trial`; `workers.devices.Link` is the trial's side of the socket. Events: `built` (parameters),
 `warmup`, `window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of
@@ -30,7 +35,9 @@ import math
 import multiprocessing
 import os
 import select
+import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,10 +45,21 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from conf.children.containment import die_with_parent, run_as_child
-from conf.children.running import receive
+from conf.children.containment import become_subreaper, die_with_parent, run_as_child
+from conf.children.running import receive, run_server
+from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, shortened
-from workers.devices import DeviceChoice, Link, MemberAlone, Place, Slot, Together, make_device
+from workers.devices import (
+    TRACES_ONLY,
+    DeviceChoice,
+    Link,
+    MemberAlone,
+    Place,
+    Slot,
+    Together,
+    make_device,
+    software_environment,
+)
 
 _QUOTED_BYTES = 200
 LINE_BYTES = 1 << 20  # longest report; texts of errors are shortened to much less
@@ -64,6 +82,34 @@ _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine t
 _FULL_CARD_FREE_MIB = 512.0
 _DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+
+def prepare() -> dict[str, Any]:
+    """Import what trials need; return the software environment."""
+    if os.environ.get(TRACES_ONLY):
+        from featurize.trace import import_tracer
+
+        import_tracer()
+        import workers.devices.simulated
+    else:
+        from featurize.training.training_step import preload
+
+        preload()
+    import workers.trial.body  # noqa: F401  by its name, as children look it up
+
+    search_working_folder()
+    return software_environment()
+
+
+def run(trial: dict[str, Any], channel: int) -> None:
+    """Run one trial in its own process, reporting over the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
+    # When the machine runs out of memory, the kernel kills the trial before Ray or the server.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    become_subreaper()  # a process whose parent in the trial has ended still counts in the trial's memory and time
+    with socket.socket(fileno=channel) as reports:
+        run_trial(trial, reports)
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
@@ -392,3 +438,7 @@ def is_device_fault(backend: str, error_type: str, error: str) -> bool:
         return False
     message = error.rpartition(f"{error_type}: ")[2]
     return any(mark in message for mark in _DEVICE_FAULT_MARKS)
+
+
+if __name__ == "__main__":
+    run_server(int(sys.argv[1]), "", prepare)

@@ -15,7 +15,7 @@ from typing import Any
 from conf.children.running import Ended
 from conf.errors import ERROR_CHARACTERS, first_line, one_line, safe_text, shown
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
-from workers.telemetry.base import Sample
+from workers.telemetry.sensors import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES
 
 READINGS_KEPT = 100_000  # steps and samples: three hours at the usual ten a second

@@ -30,12 +30,10 @@ from conf.files.own_folders import delete_folder, make_folder
 from workers.devices import Slot
 from workers.devices.steadiness import TargetFollower
 from workers.settings import TrialSettings
-from workers.telemetry.base import Sensor, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
-from workers.telemetry.sampler import TelemetrySampler, make_sensors
+from workers.telemetry.sensors import Sensor, TelemetrySampler, WatchTarget, make_sensors
 from workers.trial.body import is_device_fault
 from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, ReportReader
-from workers.trial.trial_server import modules_of_trace
 
 # Key in a trial server's environment: the Python that executes it; default: this process's Python.
 PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
@@ -59,7 +57,7 @@ class TrialServer(ChildServer):
         python = environment.get(PYTHON_VARIABLE, sys.executable)
         # NumPy's OpenBLAS would start threads at import, but a process that forks must have a single thread.
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
-        super().__init__([python, "-m", "workers.trial.trial_server"], variables, keeps_output=True)
+        super().__init__([python, "-m", "workers.trial.body"], variables, keeps_output=True)
 
 
 class MpsUnavailable(RuntimeError):
@@ -233,14 +231,16 @@ class RunningTrial:
         self.leave_by_ns: int | None = None  # monotonic time at which a trial that still runs is killed
         self.living = True
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Libraries import torch's compiler, and checkpointing reads its settings: the server imports it once for all.
+        compiles = trial["config"].get("family") == "zoo" or bool(trial["config"].get("activation_checkpointing"))
         try:
             with theirs:
                 self._child = server.start(
-                    "workers.trial.trial_server:run",
+                    "workers.trial.body:run",
                     trial,
                     theirs,
                     memory_limit_bytes=memory_limit_mib * 2**20,
-                    imports=modules_of_trace(trial["config"]),
+                    imports=("torch._dynamo.convert_frame",) if compiles else (),
                 )
         except BaseException:
             self._channel.close()
