@@ -8,7 +8,7 @@ import pytest
 
 from farm.queue.leftovers import SESSION_VARIABLE
 from workers import worker
-from workers.trial.server_client import TrialServer
+from workers.trial.running import TrialServer
 
 # Beginnings of variables that pytest, Ray, torch's profiler and dispatchers set in this process, and no test means.
 _OF_OTHERS = (

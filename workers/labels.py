@@ -34,8 +34,7 @@ from warehouse.tables.schema import (
 from workers.devices import Slot
 from workers.task import RunResult
 from workers.telemetry.sensors import Sample, WindowMean, share, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.reports import Observed
-from workers.trial.server_client import failed_rank
+from workers.trial.running import Observed, failed_rank
 
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)
 

@@ -43,7 +43,7 @@ from warehouse.files.folder import DataFolder, check_name
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
 from warehouse.tables.schema import ENVIRONMENT
 from workers.devices import choose_device, core_count
-from workers.trial.server_client import PYTHON_VARIABLE
+from workers.trial.running import PYTHON_VARIABLE
 
 _DESCRIBES_WITHIN_S = 180.0  # reading the files of torch from a cold disk takes long
 _VERSIONS = ("torch_version", "cuda_version", "python_version", "allocator_settings")

@@ -14,8 +14,7 @@ from workers.devices import training
 from workers.devices.training import dims_text, kernels_of_trace, report_kernels
 from workers.labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
-from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
-from workers.trial.server_client import RunningTrial
+from workers.trial.running import BROKEN, KERNEL_COLUMNS, ReportReader, RunningTrial
 
 
 def call(name, ts, dur, external=0, thread=1, category="cpu_op", **args):

@@ -21,7 +21,7 @@ from tests.trials import SHORT, mlp, task
 from workers.settings import KernelSettings
 from workers.telemetry.sensors import Sample, Sensor, TelemetrySettings, WatchTarget
 from workers.trial import body
-from workers.trial.reports import BROKEN, ReportReader
+from workers.trial.running import BROKEN, ReportReader
 
 
 def of_two(spec):
@@ -73,7 +73,7 @@ class Profiled(Sensor):
 
 def test_a_window_follows_the_figures_of_the_first_rank(worker, monkeypatch):
     sensors = iter([(), (Profiled(WatchTarget(None, os.getpid())),), ()])  # of the whole trial, of its ranks
-    monkeypatch.setattr("workers.trial.server_client.make_sensors", lambda *_: (next(sensors), {}))
+    monkeypatch.setattr("workers.trial.running.make_sensors", lambda *_: (next(sensors), {}))
     window = dataclasses.replace(SHORT, seconds=0.7)
     run = worker.run(task(mlp(parallel="ddp=2"), window, telemetry=TelemetrySettings(period_s=0.01))).run
     assert run.status == "ok" and "smact" in run.half_widths

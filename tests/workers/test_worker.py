@@ -91,7 +91,7 @@ def test_a_trial_killed_from_outside_is_tried_again(worker):
 
 @pytest.mark.slow  # a worker gives a server fifteen seconds
 def test_a_server_that_stands_still_is_lost_and_goes_with_what_is_below_it(worker, monkeypatch):
-    monkeypatch.setattr("workers.trial.server_client._ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("workers.trial.running._ANSWER_TIMEOUT_S", 1.0)
     running = InBackground(worker, task(mlp(), window=LONG, timeout_s=3.0))
     below = running.server.children(recursive=True)
     running.server.suspend()

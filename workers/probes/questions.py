@@ -193,7 +193,7 @@ def answer_nvml(rows: Sequence[Row]) -> str:
 
 def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
     """Yield the processes that NVML lists while two clients of an MPS server hold memory, as each client reads them."""
-    from workers.trial.server_client import MpsDaemon
+    from workers.trial.running import MpsDaemon
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:

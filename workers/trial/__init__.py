@@ -1,5 +1,5 @@
 """A trial: its server, its process and socket, its reports, and its outcome.
 
-Start reading at `body` (inside the trial) and `server_client` (beside it). Called by `workers.worker`; it calls devices
-and telemetry.
+Start reading at `body` (inside the trial) and `running` (beside it). Called by `workers.worker`; it calls devices and
+telemetry.
 """
