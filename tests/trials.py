@@ -4,7 +4,7 @@ from typing import Any
 
 from featurize.configs.trial import TrialConfig
 from featurize.families import get_family
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import TrialSettings, WindowSettings
 from workers.task import Task
 
 SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)

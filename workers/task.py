@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig
 from warehouse.tables.schema import Run
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import is_passing
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import Run
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings
 from workers.task import RunResult, Task, run_id_of
 
 _LOOK_AGAIN_S = 2.0

@@ -60,8 +60,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.reading.connection import select
 from warehouse.tables.schema import ENVIRONMENT
-from workers.devices import DeviceChoice, choose_device, make_device
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings, choose_device, make_device
 
 CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only if they are named

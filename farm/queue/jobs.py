@@ -26,8 +26,7 @@ from farm.queue.queue_file import QueueError, QueueFile, Submission, prepare_que
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
 from warehouse.files.folder import DataFolder, check_name
 from warehouse.files.plain_file import queue_copy
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings
 from workers.task import Lease, Task
 
 _JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"

@@ -59,8 +59,16 @@ from featurize.job.training_settings import OPTIMIZERS
 from featurize.operators.torch_releases import require_torch, require_traceable
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from workers.devices import DeviceChoice, Slot, make_device
-from workers.settings import SHARING, KernelSettings, TrialRules, TrialSettings, WindowSettings
+from workers.devices import (
+    SHARING,
+    DeviceChoice,
+    KernelSettings,
+    Slot,
+    TrialRules,
+    TrialSettings,
+    WindowSettings,
+    make_device,
+)
 from workers.telemetry.sensors import TelemetrySettings
 
 if TYPE_CHECKING:

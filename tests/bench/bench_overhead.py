@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from featurize.configs.trial import canonical_json
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import TrialSettings, WindowSettings
 
 WINDOW_S = 0.2
 _OVERRIDES = (

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from farm.queue.jobs import Job, Queue, device_key, text_of_settings, text_of_task
 from featurize.families import get_family
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import DeviceChoice, TrialSettings, WindowSettings
 
 
 def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:

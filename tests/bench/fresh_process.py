@@ -33,8 +33,8 @@ class Link:
 
 def main(config_json: str, settings_json: str, backend: str = "cpu") -> None:
     from featurize.configs.trial import config_from_mapping
+    from workers.devices import TrialSettings
     from workers.devices.training import measure_training
-    from workers.settings import TrialSettings
 
     def open_meter():
         if backend == "cpu":

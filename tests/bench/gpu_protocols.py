@@ -22,8 +22,7 @@ from farm.queue.jobs import Job, Queue, device_key
 from farm.submission.submitting import SubmitSettings
 from featurize.configs.space import NO_LIMITS, Limits, sample
 from featurize.configs.trial import TrialConfig, canonical_json
-from workers.devices import DeviceChoice, make_device
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings, make_device
 
 ADAPTIVE, FIXED, PUBLISHED = "adaptive", "fixed", "published"
 PROTOCOLS = (ADAPTIVE, FIXED, PUBLISHED)

@@ -26,8 +26,7 @@ from tests.trials import SHORT, mlp
 from tests.warehouse.warehouse_rows import ask, findings_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
+from workers.devices import DeviceChoice, TrialSettings
 from workers.worker import Worker
 
 SETTINGS = TrialSettings(window=SHORT)

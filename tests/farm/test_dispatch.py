@@ -27,8 +27,7 @@ from tests.trials import mlp
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA, Run
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import DeviceChoice, TrialSettings, WindowSettings
 from workers.task import RunResult
 
 DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'

@@ -15,8 +15,7 @@ from farm.queue.jobs import Counts, Job, Queue, UnreadableTask, device_key, text
 from farm.queue.queue_file import QueueError
 from tests.surroundings import execute_sql
 from tests.trials import mlp
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import DeviceChoice, TrialSettings, WindowSettings
 
 LEASE_S = 60.0
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from featurize.families import family_names, get_family
-from workers.devices import DeviceChoice, DeviceUnavailable, make_device
-from workers.settings import KernelSettings, TrialSettings, WindowSettings
+from workers.devices import DeviceChoice, DeviceUnavailable, KernelSettings, TrialSettings, WindowSettings, make_device
 from workers.task import Task
 from workers.worker import Worker
 

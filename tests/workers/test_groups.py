@@ -13,9 +13,8 @@ from test_worker import LONG, InBackground
 from tests.surroundings import await_
 from tests.trials import mlp, task
 from warehouse.tables.schema import Run
-from workers.devices import DeviceChoice
+from workers.devices import DeviceChoice, WindowSettings
 from workers.devices.simulated import GpuLoad, speeds_of_loads
-from workers.settings import WindowSettings
 from workers.worker import Worker
 
 WINDOW = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)

@@ -9,7 +9,7 @@ import pytest
 
 from featurize.configs.trial import config_of_user
 from tests.surroundings import ENDS_WITHIN_S
-from workers.settings import TrialSettings, WindowSettings
+from workers.devices import TrialSettings, WindowSettings
 from workers.task import Task
 from workers.trial.running import READINGS_KEPT, ReportReader
 

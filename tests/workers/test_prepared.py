@@ -8,8 +8,7 @@ import pytest
 from featurize.families import get_family
 from tests.trials import mlp
 from tests.trials import task as trial
-from workers.devices import DeviceChoice
-from workers.settings import WindowSettings
+from workers.devices import DeviceChoice, WindowSettings
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)

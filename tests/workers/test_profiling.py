@@ -10,10 +10,9 @@ import torch
 from tests.trials import mlp
 from tests.trials import task as trial
 from warehouse.tables.schema import KERNEL_SCHEMA
-from workers.devices import training
+from workers.devices import KernelSettings, TrialSettings, WindowSettings, training
 from workers.devices.training import dims_text, kernels_of_trace, report_kernels
 from workers.labels import table_of_rows
-from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.trial.running import BROKEN, KERNEL_COLUMNS, ReportReader, RunningTrial
 
 

@@ -18,7 +18,7 @@ from test_worker import LONG, InBackground
 
 from tests.surroundings import await_
 from tests.trials import SHORT, mlp, task
-from workers.settings import KernelSettings
+from workers.devices import KernelSettings
 from workers.telemetry.sensors import Sample, Sensor, TelemetrySettings, WatchTarget
 from workers.trial import body
 from workers.trial.running import BROKEN, ReportReader

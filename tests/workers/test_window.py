@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
+from workers.devices import WindowSettings
 from workers.devices.steadiness import TARGETS, TargetFollower, student_t
 from workers.devices.training import MemoryWatch, measure_window, warm_up
-from workers.settings import WindowSettings
 from workers.telemetry.sensors import Sample
 
 ADAPTIVE = WindowSettings(kind="adaptive")

@@ -12,7 +12,7 @@ from featurize.configs.trial import config_from_mapping
 from featurize.families import layers_of
 from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
 from tests.trials import mlp, task
-from workers.settings import WindowSettings
+from workers.devices import WindowSettings
 from workers.trial.body import classify, is_device_fault
 
 LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)

@@ -6,11 +6,10 @@ import platform
 from typing import TYPE_CHECKING
 
 from conf.children.containment import line_of
-from workers.devices import DeviceChoice, Link, Place, Slot, core_count, host_memory_share_mib
+from workers.devices import DeviceChoice, Link, Place, Slot, TrialSettings, core_count, host_memory_share_mib
 
 if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
-    from workers.settings import TrialSettings
 
 
 class CpuDevice:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from workers.devices import DeviceChoice, DeviceUnavailable, Link, Place, Slot
+from workers.devices import DeviceChoice, DeviceUnavailable, Link, Place, Slot, TrialSettings
 from workers.telemetry.nvml import Nvml, as_text, open_nvml
 from workers.telemetry.sensors import SensorUnavailable
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from featurize.configs.trial import TrialConfig
-    from workers.settings import TrialSettings
 
 
 class CudaDevice:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together
+from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together, TrialSettings
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
     from featurize.timing.overlap import SimulatedStep
-    from workers.settings import TrialSettings
 
 
 SHARING = ("mps", "time_slicing")

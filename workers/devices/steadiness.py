@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.settings import WindowSettings
+from workers.devices import WindowSettings
 from workers.telemetry.sensors import Sample, spoken_from_ns
 
 # target -> (sensor, metric) that may read it, the preferred one first as in `workers.labels`. Power comes

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.devices import Link, Place
+from workers.devices import Link, Place, TrialSettings, WindowSettings
 from workers.devices.steadiness import mean_half_width, parts
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from featurize.configs.trial import TrialConfig
-    from workers.settings import TrialSettings, WindowSettings
 
 
 _STEP, _WINDOW, _END = range(3)

@@ -57,6 +57,7 @@ from workers.devices import (
     Place,
     Slot,
     Together,
+    TrialSettings,
     make_device,
     software_environment,
 )
@@ -143,7 +144,6 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
 
 def _measure(trial: dict[str, Any], link: Link, place: Place | None) -> None:
     from featurize.configs.trial import config_with_marks
-    from workers.settings import TrialSettings
 
     # The queue is data in a folder; the dispatcher decides which names of code in it may run.
     config = config_with_marks(trial["config"], trial["code_marks"])

@@ -34,9 +34,8 @@ from conf.children.running import MEMORY, ChildServer, Ended, ServerLost, receiv
 from conf.errors import ERROR_CHARACTERS, OUTPUT_STARTS, first_line, one_line, safe_text, shown
 from conf.files.own_folders import delete_folder, make_folder
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
-from workers.devices import Slot
+from workers.devices import Slot, TrialSettings
 from workers.devices.steadiness import TargetFollower
-from workers.settings import TrialSettings
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sensors import Sample, Sensor, TelemetrySampler, WatchTarget, make_sensors
 from workers.trial.body import LINE_BYTES as LINE_BYTES
