@@ -25,9 +25,8 @@ from farm.dispatch.dispatcher import work
 from farm.queue.jobs import Queue
 from farm.submission.submitting import SubmitSettings, require_gpus, submit
 from featurize.configs.space import Choice, Range, Space, default_space, own_space
-from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
-from featurize.job.training_settings import Optimizer
+from featurize.job.training_settings import OPTIMIZERS, PRECISIONS, Optimizer
 from warehouse.exchange.dataset import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import select

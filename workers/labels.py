@@ -9,7 +9,6 @@ a second source. No sample is deleted. Called by `workers.worker`.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import math
 import operator
@@ -127,7 +126,9 @@ def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) ->
     Values, and a sensor's own verdicts, stay as they are.
     """
     by_sensor = split_by_sensor(samples)
-    usage = _usage(by_sensor)
+    # The readings of the GPU's utilization, from NVML if it has any, else from DCGM.
+    of_usage = ([s for s in own_readings(by_sensor.get(name, ())) if "gpu_util" in s.values] for name in _OF_USAGE)
+    usage: list[Sample] = next(filter(None, of_usage), [])
     reasons_of: dict[int, list[str]] = {}
 
     def mark(sample: Sample, reason: str) -> None:
@@ -157,22 +158,6 @@ def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) ->
             if errors > first_errors:
                 mark(sample, "ecc_errors")
     return [(sensor, _mark(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
-
-
-def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
-    """Return the number of samples in the window by quality, as the run's columns `samples_measured` and so on."""
-    counts = Counter(
-        sample.quality
-        for _, sample in samples
-        if window_ns is not None and window_ns <= sample.t_ns <= (window_end_ns or math.inf)
-    )
-    return {f"samples_{quality}": counts[quality] for quality in SAMPLE_QUALITIES}
-
-
-def _usage(by_sensor: Mapping[str, list[Sample]]) -> list[Sample]:
-    """Return the readings of the GPU's utilization, from NVML if it has any, else from DCGM."""
-    readings = ([s for s in own_readings(by_sensor.get(sensor, ())) if "gpu_util" in s.values] for sensor in _OF_USAGE)
-    return next(filter(None, readings), [])
 
 
 def _is_busy(usage: Sequence[Sample], since_ns: int, t_ns: int) -> bool:
@@ -232,7 +217,7 @@ def _mark(sample: Sample, reasons: list[str] | None) -> Sample:
         return sample
     together = tuple(dict.fromkeys((*sample.reasons, *reasons)))
     quality = "suspect" if sample.quality == "measured" else sample.quality
-    return dataclasses.replace(sample, quality=quality, reasons=together)
+    return replace(sample, quality=quality, reasons=together)
 
 
 # Memory in use before the trial: NVML counts the driver's own reservation, 0.5 GiB and more on large cards.
@@ -495,7 +480,8 @@ def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sampl
             columns["power_w"] = power_w
     reserved_peak_mib = observed.values.get("peak_reserved_mib")
     columns["peak_memory_mib"], growth = peak_memory_mib(samples, reserved_peak_mib, alone=not observed.shared)
-    columns["peak_rss_mib"] = _peak(samples, "rss_mib")
+    rss_mib = (sample.values["rss_mib"] for _, sample in samples if "rss_mib" in sample.values)
+    columns["peak_rss_mib"] = max(rss_mib, default=None)
     columns |= {name: value for name, value in observed.values.items() if value is not None}
     if observed.backend == "cpu" and columns["peak_memory_mib"] is not None:
         # The trial reports its own process only; processes that it started count as well.
@@ -503,12 +489,17 @@ def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sampl
     verdict = judge_run(samples, observed, chosen, means, columns.get("energy_j"))
     if observed.shared:
         columns |= dict.fromkeys((*MEANS, "energy_j"))
+    counts = Counter(
+        sample.quality
+        for _, sample in samples
+        if start_ns is not None and start_ns <= sample.t_ns <= (end_ns or math.inf)
+    )
     summary = {**verdict.summary, **({"peak_memory": _GROWTH} if growth else {})}
     columns |= {
         "quality": verdict.quality,
         "quality_reasons": verdict.reasons or None,
         "quality_summary": summary or None,
-        **count_qualities(samples, start_ns, end_ns),
+        **{f"samples_{quality}": counts[quality] for quality in SAMPLE_QUALITIES},  # of the window
     }
     return columns, samples
 
@@ -588,7 +579,13 @@ def peak_memory_mib(
     if by_growth and not alone:
         return None, False
     if by_growth:
-        charged = _growth_mib(samples)
+        used = [
+            sample.values["memory_used_mib"]
+            for sensor, sample in samples
+            if sensor == "nvml" and "memory_used_mib" in sample.values
+        ]
+        # Minus the least use until then: memory that an earlier trial is still freeing is not charged to this one.
+        charged = [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
         on_device = bool(reserved) or reserved_peak_mib is not None
         if not charged or not on_device or (reserved and max(charged) < _SHOWN * reserved[-1]):
             return None, False
@@ -596,19 +593,6 @@ def peak_memory_mib(
     if reserved_peak_mib is None or not reserved:
         return sampled, by_growth
     return max(sampled, reserved_peak_mib + max(0.0, charged[-1] - reserved[-1])), by_growth
-
-
-def _growth_mib(samples: Samples) -> list[float]:
-    """Return the device memory in use at each of NVML's readings, minus the least use until then.
-
-    Memory that an earlier trial is still freeing is thus not charged to this one.
-    """
-    used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
-    return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
-
-
-def _peak(samples: Samples, metric: str) -> float | None:
-    return max((sample.values[metric] for _, sample in samples if metric in sample.values), default=None)
 
 
 def label_ranks(
@@ -696,7 +680,8 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
     results = []
     for place, member in enumerate(members):
         alone, others = member.alone, [other for other in ended if other != place]
-        run = dataclasses.replace(member.result.run, group_id=group_id)
+        run = replace(member.result.run, group_id=group_id)
+        model = (run.config or {}).get("model")
         quality, reasons = run.quality, dict(run.quality_reasons or {})
         if place not in ended and others:
             quality = "suspect" if quality in ("trusted", None) else quality
@@ -707,25 +692,19 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
             "group_size": len(members),
             "sharing": sharing,
             "devices": 1,
-            "model": _model_of(run),
+            "model": model if isinstance(model, str) else run.family,  # the name by which it is held out
             "name": run.config_hash,
             **({} if alone is None else {column: getattr(alone, name) for column, name in _ALONE.items()}),
             **_figures_beside(members, place, ended),
             **joint,
         }
-        result = dataclasses.replace(
+        result = replace(
             member.result,
-            run=dataclasses.replace(run, quality=quality, quality_reasons=reasons or None),
+            run=replace(run, quality=quality, quality_reasons=reasons or None),
             collocations=table_of_rows([row], [field for field in COLLOCATION_SCHEMA if field.name not in _OF_RUN]),
         )
         results.append(result)
     return results
-
-
-def _model_of(run: Run) -> str:
-    """Return the name by which a member's model is held out: its library's name, else its family."""
-    name = (run.config or {}).get("model")
-    return name if isinstance(name, str) else run.family
 
 
 def _how_ended(members: Sequence[EndedMember], place: int) -> str:

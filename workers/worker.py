@@ -314,7 +314,12 @@ def run_group(worker: Worker, task: Task) -> RunResult:
 
     `others` has the solo runs that were not known, then the other members' runs. Failures of trials never raise.
     """
-    specs = member_specs(task)
+    lone = dataclasses.replace(task, partners=(), alone=())
+    others = [
+        dataclasses.replace(lone, config=config, part=f"with-{place}")
+        for place, config in enumerate(task.partners, start=1)
+    ]
+    specs = [lone, *others]
     problem = worker.set_sharing(task.settings.sharing)
     alone, runs_alone = _alone(worker, task, specs) if problem is None else ([None] * len(specs), [])
     lost_alone = next((result for result in runs_alone if result.retryable), None)
@@ -348,16 +353,6 @@ def run_group(worker: Worker, task: Task) -> RunResult:
         retryable=any(result.retryable for result in finished),
         repeat=any(result.repeat for result in (*runs_alone, *finished)),
     )
-
-
-def member_specs(task: Task) -> list[Task]:
-    """Return each member as a separate task; all but the first have a `part`."""
-    lone = dataclasses.replace(task, partners=(), alone=())
-    others = [
-        dataclasses.replace(lone, config=config, part=f"with-{place}")
-        for place, config in enumerate(task.partners, start=1)
-    ]
-    return [lone, *others]
 
 
 def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run | None], list[RunResult]]:

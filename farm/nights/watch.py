@@ -27,9 +27,10 @@ from farm.nights.canaries import (
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
 from farm.sampling.selection import memory_cells
-from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_hash, config_of_row, problem_of
+from featurize.configs.trial import TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
+from featurize.job.training_settings import ACTIVATIONS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import Mark, write_marks
 from warehouse.reading.connection import select

@@ -8,7 +8,6 @@ of their key, or changed by the family's `repair`.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.resources
 import itertools
@@ -16,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -437,7 +436,7 @@ class Limits(Checked, section="limits"):
     )
 
     def to_mapping(self) -> dict[str, int | float | None]:
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 NO_LIMITS = Limits()
@@ -723,7 +722,7 @@ def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
 def _problems(config: TrialConfig, name: str, value: Any) -> list[str]:
     """Return the problems of a valid config after its field `name` is set to `value`."""
     try:
-        dataclasses.replace(config, **{name: value})
+        replace(config, **{name: value})
     except UsageError as error:
         return str(error).removeprefix(f"{config.family}: ").split("; ")
     return []
@@ -759,6 +758,6 @@ def _reason_of_change(config: TrialConfig, name: str, value: Any) -> str | None:
     """Return why `repair` changed the value to the config's; None if the network is the same with either."""
     if problems := _problems(config, name, value):
         return "; ".join(problems)
-    if families.layers_of(config) == families.layers_of(dataclasses.replace(config, **{name: value})):
+    if families.layers_of(config) == families.layers_of(replace(config, **{name: value})):
         return None
     return "sizes have to fit each other"

@@ -7,14 +7,12 @@ ask is therefore refused. Torch-free, so that sampling and the dispatcher can us
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import MISSING, fields, replace
+from functools import cache, lru_cache
 from typing import Any
 
 from conf.errors import UsageError, one_line, unknown_names
@@ -22,10 +20,6 @@ from conf.files.identity import canonical_json as canonical_json
 from conf.files.identity import mapping_hash as mapping_hash
 from featurize.families import family_names, get_family, layers_of
 from featurize.job.code_names import LIBRARY_MODULES, CodeName, TrustedName, granted_model
-from featurize.job.training_settings import ACTIVATIONS as ACTIVATIONS
-from featurize.job.training_settings import FITTED_OPTIMIZERS as FITTED_OPTIMIZERS
-from featurize.job.training_settings import OPTIMIZERS as OPTIMIZERS
-from featurize.job.training_settings import PRECISIONS as PRECISIONS
 from featurize.job.training_settings import TrialConfig as TrialConfig
 
 _MARKS = {"typed": CodeName, "trusted": TrustedName}
@@ -112,10 +106,10 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     return config
 
 
-@functools.cache  # needed for every leased task
+@cache  # needed for every leased task
 def _fields_of(cls: type) -> dict[str, bool]:
     """Return the names of a dataclass's fields, in their order, and whether each must have a value."""
-    return {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(cls)}
+    return {field.name: field.default is MISSING for field in fields(cls)}
 
 
 def problem_of_fields(cls: type, values: Mapping[Any, Any]) -> str | None:

@@ -157,7 +157,7 @@ def build(config: Config) -> parts.Module:
     shape."""
     from torch import nn
 
-    from featurize.nets.modules import DenoisingBlock, DenoisingUNet, Stack, enlarge_nearest
+    from featurize.nets.modules import DenoisingBlock, DenoisingUNet, Stack
 
     def block(part: NetworkBlock) -> nn.Module:
         return DenoisingBlock(
@@ -174,7 +174,10 @@ def build(config: Config) -> parts.Module:
     def module(part: NetworkBlock) -> nn.Module:
         if part.kind == "halve":
             return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
-        return enlarge_nearest(part.inputs) if part.kind == "double" else stack(part)
+        if part.kind == "double":  # nearest neighbours and a 3x3 convolution
+            enlarged = nn.Upsample(scale_factor=2, mode="nearest")
+            return nn.Sequential(enlarged, nn.Conv2d(part.inputs, part.inputs, 3, padding=1))
+        return stack(part)
 
     return DenoisingUNet(
         channels=config.channels,

@@ -5,11 +5,10 @@ text or a mapping.
 """
 
 import contextlib
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, Self
 
 from conf.errors import BOOLEAN, Allowed, UsageError, integer, is_finite, one_of, shown
@@ -490,7 +489,7 @@ _PARTS = {part: annotation.__origin__ for part, annotation in Parallel.__annotat
 def _iterate_settings() -> Iterator[tuple[str, _Declared]]:
     """Yield the settings of all parts, by the names that users write."""
     for part, annotation in Parallel.__annotations__.items():
-        for setting in dataclasses.fields(annotation.__origin__):
+        for setting in fields(annotation.__origin__):
             given: dict[type, Any] = {type(about): about for about in getattr(setting.type, "__metadata__", ())}
             allowed, where = given.get(Allowed, BOOLEAN), given.get(Where, annotation.__metadata__[0])
             yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)

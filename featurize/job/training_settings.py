@@ -6,10 +6,9 @@ library's model, and the rules by which they exclude each other. Torch-free.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypedDict, get_type_hints
 
@@ -151,7 +150,7 @@ class TrialConfig:
     def to_mapping(self) -> dict[str, Any]:
         """Return `{"family": ..., field: value, ...}`, which `runs.config` holds as JSON. A trial on one GPU has no
         `parallel` entry, so that older configs keep their hashes."""
-        values = dataclasses.asdict(self)
+        values = asdict(self)
         if self.parallel is None:
             del values["parallel"]
         return {"family": self.family, **values}
@@ -165,7 +164,7 @@ def sharing_problem(optimizer: str, layout: Parallel | None) -> str | None:
     return f"optimizer={optimizer} does not run on parameters that ranks share (DTensor); choose one of {choices}"
 
 
-TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
+TRAINING_FIELDS = tuple(field.name for field in fields(TrialConfig))
 
 
 _RULES_OF_TYPES: Mapping[Any, tuple[Allowed, ...]] = {int: (COUNT,), bool: (BOOLEAN,)}

@@ -743,11 +743,6 @@ class MapAttention(nn.Module):
         return x + self.out(mixed_NLC).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
-def enlarge_nearest(channels: int) -> nn.Sequential:
-    """Return [N, C, H, W] -> [N, C, 2H, 2W]: nearest neighbours and a 3x3 convolution."""
-    return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(channels, channels, 3, padding=1))
-
-
 class DenoisingUNet(nn.Module):
     """Noisy images [N, C, H, W] and timesteps [N] -> the noise [N, C, H, W] (Ho et al., arXiv 2006.11239).
 

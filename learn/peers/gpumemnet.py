@@ -34,8 +34,8 @@ from torch.nn import functional as F
 
 from conf.errors import CommandError
 from featurize.configs.features import KINDS, feature_columns
-from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import layers_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig
 from learn.estimators.protocol import (
     LEVEL,
     Estimator,

@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from conf.units import MIB
-from featurize.configs.trial import OPTIMIZERS
 from featurize.device.device_spec import DeviceSpec
+from featurize.job.training_settings import OPTIMIZERS
 from featurize.memory.allocator import CachingAllocator
 from learn.job.training_job import TrainingJob
 from learn.peers.base import (

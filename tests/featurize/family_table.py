@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from featurize.configs.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.families import cnn, diffusion, dlrm, gnn, gpt, mlp, moe, rnn, timm, transformer, unet, vit
+from featurize.job.training_settings import ACTIVATIONS, OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.nets.modules import Conv1D, ExpertLinear, GeluNew
 
 

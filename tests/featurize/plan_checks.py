@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from featurize.configs.trial import ACTIVATIONS, TrialConfig
 from featurize.families import get_family, layers_of, loss_of
 from featurize.job.layers import totals
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig
 from featurize.nets import modules
 from featurize.training.training_step import TrainingStep, cross_entropy
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from featurize.configs.features import feature_columns
 from featurize.configs.space import Limits, Space, default_space, parse_space, sample
-from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
+from featurize.job.training_settings import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
 LIMITS = Limits(max_parameters=30_000_000, max_memory_mib=2000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.configs.trial import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS
 from featurize.operators.torch_releases import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
 from featurize.training.training_step import Training, TrainingStep, cross_entropy
 

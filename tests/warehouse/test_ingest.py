@@ -12,9 +12,10 @@ import pytest
 import warehouse
 from conf.errors import EnvironmentProblem
 from conf.files.identity import mapping_hash
-from featurize.configs.trial import ACTIVATIONS, config_from_mapping, config_hash
+from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.families import cnn, layers_of
 from featurize.job.layers import totals
+from featurize.job.training_settings import ACTIVATIONS
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
 from tests.warehouse.warehouse_rows import TRANSFORMER, cnn_name, csv_table, mlp_name, take_in

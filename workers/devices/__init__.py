@@ -9,7 +9,6 @@ depend on. Only the trial server and its children, which have imported torch, ca
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pkgutil
@@ -18,7 +17,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -175,7 +174,7 @@ class DeviceChoice(Checked, section="device"):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, without a `memory_fraction` of None: ids of older jobs stay the same."""
-        values = dataclasses.asdict(self)
+        values = asdict(self)
         if self.memory_fraction is None:
             del values["memory_fraction"]
         return values
@@ -288,7 +287,7 @@ def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
         make_device(cuda).slots()
         return cuda, f"device: {_describe(cuda)}"
     except DeviceUnavailable as reason:
-        simulated = dataclasses.replace(choice, backend="simulated")
+        simulated = replace(choice, backend="simulated")
         return simulated, f"device: {_describe(simulated)}, because there is no usable GPU here ({reason})"
 
 
@@ -384,7 +383,7 @@ class TrialSettings(TrialRules):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields as a mapping, without default `kernels` and `sharing`, so ids of older jobs stay."""
-        values = dataclasses.asdict(self)
+        values = asdict(self)
         if self.kernels == KernelSettings():
             del values["kernels"]
         if self.sharing == "time_slicing":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 from typing import TYPE_CHECKING
 
 from conf.children.containment import line_of
@@ -56,21 +57,15 @@ class CpuDevice:
         torch.set_num_threads(max(1, core_count() // (self.count * ranks)))
         # Trials of a group compete for the cores, as for a GPU; each has an equal part of the memory.
         sharers = ranks if link.together is None else link.together.size
-        limit_memory(self._limit_mib() / sharers)
+        limit_bytes = int(self._limit_mib() / sharers * 2**20)
+        # Of private memory (Linux): an excess raises before the OOM killer acts.
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
         measure_training(config, CpuMeter, settings, seed, link, place)
 
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
         return host_memory_share_mib(self.count)
-
-
-def limit_memory(limit_mib: float) -> None:
-    """Limit this process's private memory (RLIMIT_DATA, Linux): an excess raises before the OOM killer acts."""
-    import resource
-
-    limit = int(limit_mib * 2**20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class CpuMeter:

@@ -7,12 +7,11 @@ cluster also uses it; no estimator does.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together, TrialSettings
@@ -291,7 +290,7 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
         drama=shared("drama"),
         power_w=min(power_w, spec.power_limit_w),
     )
-    return dataclasses.replace(step, timed=dataclasses.replace(step.timed, step_time_ms=slower_ms)), shown
+    return replace(step, timed=replace(step.timed, step_time_ms=slower_ms)), shown
 
 
 def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float]:

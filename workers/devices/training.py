@@ -590,7 +590,8 @@ def kernels_of_trace(events: Iterable[Event], steps: int) -> list[dict[str, Any]
             add(_kernel(event, operator, phase), float(event["dur"]))
     else:
         for call, operator, phase in calls:
-            if operator is call and _is_operator(call["name"]):
+            is_operator = "::" in call["name"] and not call["name"].startswith((_BACKWARD, "torch::autograd"))
+            if operator is call and is_operator:
                 add({**_operator(call, phase), "timing": "cpu"}, float(call["dur"]))
     return [
         {**row, "duration_us": statistics.median(durations[key]), "count": len(durations[key]), "steps": steps}
@@ -626,10 +627,6 @@ def _find_dispatched(outer: Sequence[Event]) -> Event | None:
             return call
     operators = [call for call in outer if call.get("cat") == "cpu_op" and not call["name"].startswith(_BACKWARD)]
     return operators[-1] if operators and not operators[-1]["name"].startswith("aten::") else None
-
-
-def _is_operator(name: str) -> bool:
-    return "::" in name and not name.startswith((_BACKWARD, "torch::autograd"))
 
 
 @functools.cache

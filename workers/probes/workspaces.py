@@ -5,7 +5,6 @@ Start reading at `measure`; `CASES` are the layers.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,8 +152,8 @@ def _measure(
     torch.cuda.synchronize()
     entries = recorded_entries()  # while the gradients are alive
     return {
-        "forward": requests_beside(entries[begin:end], [_nbytes(out)]),
-        "backward": requests_beside(entries[given:], [_nbytes(tensor) for tensor in gradients]),
+        "forward": requests_beside(entries[begin:end], [out.nbytes]),
+        "backward": requests_beside(entries[given:], [tensor.nbytes for tensor in gradients]),
     }
 
 
@@ -228,7 +227,3 @@ def assumed_bytes(
             figures = assumed[event.phase]
             figures[column] = max(figures[column], workspace_bytes(call, spec))
     return assumed
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()

@@ -123,7 +123,9 @@ class PageReader:
                 continue
             head, _, tail = line.rpartition("}")
             name, _, text = head.partition("{")
-            labels = _labels(text)
+            labels: dict[str, str] = {}  # by lower-case name; none if the text holds anything else
+            if _LABELS.fullmatch(text):
+                labels = {name.lower(): value for name, value in _LABEL.findall(text)}
             if self.uuid not in (labels.get(label) for label in _UUID_LABELS):
                 continue
             if (labels.get(_INSTANCE_LABEL) or None) != self.instance_id:
@@ -135,13 +137,6 @@ class PageReader:
             if field in FIELDS and number is not None:
                 fields[field] = number
         return fields
-
-
-def _labels(text: str) -> dict[str, str]:
-    """Return the labels by lower-case name; none if the text holds anything else."""
-    if not _LABELS.fullmatch(text):
-        return {}
-    return {name.lower(): value for name, value in _LABEL.findall(text)}
 
 
 def _number(text: str) -> float | None:
@@ -244,7 +239,8 @@ class DcgmSensor(Sensor):
         self._reported_ns = now_ns
         since_ns = t_ns - self._interval_ns() if self._gaps_ns else None
         values = self._values(fields)
-        if self._stalled(values):
+        profiled = [values[name] for name in PROFILING if name in values]
+        if profiled and values.get("gpu_util", 0) >= _BUSY and not any(profiled):
             return self._given(Sample(t_ns, values, "suspect", ("profiling_zero",), since_ns))
         return self._given(Sample(t_ns, values, since_ns=since_ns))
 
@@ -279,11 +275,6 @@ class DcgmSensor(Sensor):
             if value is not None and (whole_gpu or name not in WHOLE_GPU):
                 values[name] = value
         return values
-
-    @staticmethod
-    def _stalled(values: dict[str, float]) -> bool:
-        profiled = [values[name] for name in PROFILING if name in values]
-        return bool(profiled) and values.get("gpu_util", 0) >= _BUSY and not any(profiled)
 
     def _find(self, uuid: str) -> PageReader:
         """Return the page reader of a device. The exporter names a slice by its GPU's UUID and its GPU instance."""

@@ -269,7 +269,8 @@ class NvmlSensor(Sensor):
             raise
         self._device, self._gpu = device, gpu = handles.device, handles.gpu
         self._readers: dict[str, Callable[[], dict[str, float]]] = {
-            "memory_used_mib": self._memory,
+            # Version 1 of this struct counts the driver's own reservation as used: a second job cannot have it.
+            "memory_used_mib": lambda: {"memory_used_mib": nvml.nvmlDeviceGetMemoryInfo(device).used / _BYTES_PER_MIB},
             "process_memory_mib": self._process_memory,
         }
         of_whole_gpu: dict[str, Callable[[], dict[str, float]]] = {
@@ -334,10 +335,6 @@ class NvmlSensor(Sensor):
                 nvml.nvmlShutdown()
 
     # Each of the following methods returns metrics in the farm's units.
-
-    def _memory(self) -> dict[str, float]:
-        # Version 1 of this struct counts the driver's own reservation as used: a second job cannot have it.
-        return {"memory_used_mib": self._nvml.nvmlDeviceGetMemoryInfo(self._device).used / _BYTES_PER_MIB}
 
     def _process_memory(self) -> dict[str, float]:
         nvml = self._nvml
@@ -487,7 +484,11 @@ class GpmSensor(Sensor):
         if since_ns is not None and now_ns - since_ns < _GPM_INTERVAL_NS:
             return []
         try:
-            self._take()
+            newer = self._buffers[1]
+            if self._handles.instance_id is None:
+                self._nvml.nvmlGpmSampleGet(self._handles.gpu, newer)
+            else:
+                self._nvml.nvmlGpmMigSampleGet(self._handles.gpu, self._handles.instance_id, newer)
             values = self._values() if since_ns is not None else {}
         except self._nvml.NVMLError as error:
             self._failures += 1
@@ -502,14 +503,6 @@ class GpmSensor(Sensor):
         if not values:
             return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
         return [Sample(now_ns, values, since_ns=since_ns)]
-
-    def _take(self) -> None:
-        """Fill the newer buffer."""
-        gpu, instance_id, newer = self._handles.gpu, self._handles.instance_id, self._buffers[1]
-        if instance_id is None:
-            self._nvml.nvmlGpmSampleGet(gpu, newer)
-        else:
-            self._nvml.nvmlGpmMigSampleGet(gpu, instance_id, newer)
 
     def _values(self) -> dict[str, float]:
         question = self._question

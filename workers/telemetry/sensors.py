@@ -12,7 +12,6 @@ may never return.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import operator
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -460,9 +459,7 @@ def _numbers_only(sample: Sample) -> Sample:
     """Return the sample without values that are not finite, which would spoil a mean."""
     if all(map(math.isfinite, sample.values.values())):
         return sample
-    return dataclasses.replace(
-        sample, values={name: value for name, value in sample.values.items() if math.isfinite(value)}
-    )
+    return replace(sample, values={name: value for name, value in sample.values.items() if math.isfinite(value)})
 
 
 def to_table(

@@ -16,7 +16,6 @@ NVIDIA's program `nvidia-cuda-mps-control`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import select
@@ -26,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conf.children.containment import descendants_of, line_of
@@ -717,7 +716,7 @@ class RunningTrial:
         for place, sampler in enumerate(self._samplers):
             rank = place - 1 if place else None
             samples = sampler.stop(observed.window_end_ns)
-            observed.samples += [(name, dataclasses.replace(sample, rank=rank)) for name, sample in samples]
+            observed.samples += [(name, replace(sample, rank=rank)) for name, sample in samples]
             for name, reason in sampler.missing.items():
                 observed.missing.setdefault(name, reason)
         with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
@@ -754,7 +753,7 @@ class RunningTrial:
         return self._follower
 
     def _start_sampler(self, sources: Sequence[str], uuid: str | None, pid: int) -> None:
-        telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
+        telemetry = replace(self._settings.telemetry, sources=tuple(sources))
         sensors: tuple[Sensor, ...] = ()
         if self._sampled:
             sensors, missing = make_sensors(telemetry, WatchTarget(uuid, pid))
