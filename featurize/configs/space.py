@@ -26,7 +26,7 @@ from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, collected, is_finite, problem_of_value, refuse
 from featurize import families
 from featurize.configs.trial import TrialConfig, canonical_json, code_fields, missing_fields, named_by_user
-from featurize.job.layers import rough_memory_mib, totals
+from featurize.job.layers import rough_memory_mib
 from featurize.job.training_settings import rules_of
 
 if TYPE_CHECKING:
@@ -633,7 +633,7 @@ def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str | int]:
         return {}
     plan = families.layers_of(config)
     needs = {
-        "max_parameters": totals(plan).parameters,
+        "max_parameters": sum(layer.parameters for layer in plan),
         "max_memory_mib": rough_memory_mib(plan, config.batch_size, config.optimizer),
     }
     return {

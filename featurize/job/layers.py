@@ -5,7 +5,7 @@ The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.1781
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,30 +44,10 @@ class Layer:
     present: bool = field(default=True, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over a plan: elements, parameters and FLOPs, not bytes."""
-
-    layers: int
-    parameters: int
-    output_elements: int
-    flops: int
-
-
-def totals(plan: Iterable[Layer]) -> Totals:
-    """Return the sums over a plan."""
-    plan = list(plan)
-    return Totals(
-        layers=len(plan),
-        parameters=sum(layer.parameters for layer in plan),
-        output_elements=sum(layer.output_elements for layer in plan),
-        flops=sum(layer.flops for layer in plan),
-    )
-
-
-def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
+def rough_memory_mib(plan: Sequence[Layer], batch_size: int, optimizer: str) -> float:
     """Return a quick high guess in MiB for the sampling limit: fp32 weights, gradients, optimizer state, and every
     layer's output, without context, workspaces and allocator. It is not an estimator: see `learn`."""
-    sums = totals(plan)
+    parameters = sum(layer.parameters for layer in plan)
+    elements = sum(layer.output_elements for layer in plan)
     copies = 2 + OPTIMIZERS[optimizer].states  # weights, gradients and states
-    return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / MIB
+    return 4 * (copies * parameters + batch_size * elements) / MIB

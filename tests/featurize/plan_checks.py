@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from featurize.families import get_family, layers_of, loss_of
-from featurize.job.layers import totals
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig
 from featurize.nets import modules
 from featurize.training.training_step import TrainingStep, cross_entropy
@@ -51,7 +50,7 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: Collection[str]
     the kinds in `functional`, which are no modules."""
     family, kinds, seen = get_family(config.family), {**KINDS, **more_kinds}, []
     module, plan = on_meta(config), layers_of(config)
-    assert totals(plan).parameters == parameters_of(module)
+    assert sum(layer.parameters for layer in plan) == parameters_of(module)
 
     def record(child, _, output):
         output = output[0] if isinstance(output, tuple) else output
@@ -66,7 +65,7 @@ def assert_plan_tells_the_truth(config: TrialConfig, functional: Collection[str]
         module(*inputs)
     unseen = {*functional, "identity"}
     assert seen == [(layer.kind, layer.output_elements) for layer in plan if layer.kind not in unseen]
-    assert counter.get_total_flops() == config.batch_size * totals(plan).flops
+    assert counter.get_total_flops() == config.batch_size * sum(layer.flops for layer in plan)
 
 
 def gradients(config: TrialConfig, *, training: bool = True) -> tuple[list[torch.Tensor], set[int]]:

@@ -18,7 +18,6 @@ from conf.errors import UsageError
 from featurize.configs.space import POLICIES, sample_range
 from featurize.configs.trial import config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, repaired
-from featurize.job.layers import totals
 from tests.featurize.small_configs import own_space
 
 
@@ -52,7 +51,7 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
     for config in sample_range(own_space(family), 3, 0, 2):
-        assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)), config
+        assert sum(layer.parameters for layer in layers_of(config)) == parameters_of(on_meta(config)), config
 
 
 SHAPE = dict(input_size=1000, classes=100, depth=4)
@@ -156,4 +155,4 @@ def test_sampled_values_become_fields_that_fit(family, changes):
 def test_a_network_has_its_published_parameters(family, changes):
     change, parameters = changes
     config = small(family, **change)
-    assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)) == parameters
+    assert sum(layer.parameters for layer in layers_of(config)) == parameters_of(on_meta(config)) == parameters

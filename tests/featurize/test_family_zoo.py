@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.trial import named_by_user
 from featurize.families import repaired, timm, zoo
-from featurize.job.layers import totals
 from featurize.nets import vision
 from featurize.recording.skeleton import plan_of_module
 from featurize.training.training_step import TrainingStep
@@ -210,7 +209,7 @@ def test_transformers_are_made_of_the_fields_of_their_configurations(text, targe
     one = entry(text)
     assert zoo._reading(one).target == target
     model = zoo.build(one)
-    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
+    assert sum(layer.parameters for layer in zoo.layers(one)) == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
 
 
@@ -261,9 +260,9 @@ def test_a_plan_has_timms_models_parameters_and_flops(model, size):
     inputs, targets = timm.batch(one, "meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         assert module(*inputs).shape == (2, 1000) and targets.shape == (2,)
-    sums = totals(timm.layers(one))
-    assert sums.parameters == sum(p.numel() for p in module.parameters())
-    assert 2 * sums.flops == counter.get_total_flops()
+    plan = timm.layers(one)
+    assert sum(layer.parameters for layer in plan) == sum(p.numel() for p in module.parameters())
+    assert 2 * sum(layer.flops for layer in plan) == counter.get_total_flops()
 
 
 def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once():

@@ -11,7 +11,6 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
-from featurize.job.layers import totals
 from learn import estimate, estimate_many
 from learn.fitting.config_models import drawn_cases
 from tests.learn.learn_rows import make_configs, write_batch
@@ -112,7 +111,7 @@ def test_full_answers_of_many_are_those_of_one_by_one_in_order():
 def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(optimizer):
     configs = [dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *sampled_configs(45, seed=9))]
     for config, found in zip(configs, estimate_many(configs, method="fast"), strict=True):
-        parameters = totals(layers_of(config)).parameters
+        parameters = sum(layer.parameters for layer in layers_of(config))
         least = 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least < found.peak_memory_mib <= found.upper_mib
 

@@ -14,7 +14,6 @@ from conf.errors import EnvironmentProblem
 from conf.files.identity import mapping_hash
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.families import cnn, layers_of
-from featurize.job.layers import totals
 from featurize.job.training_settings import ACTIVATIONS
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
@@ -117,7 +116,7 @@ def test_a_dense_networks_parameters_are_counted_as_the_family_counts_them():
         )
         for interval in pool_intervals(values["image_size"], values["depth"]):
             config = cnn.Config(**values, pool_interval=interval)
-            assert dense_parameters(config.to_mapping()) == totals(layers_of(config)).parameters
+            assert dense_parameters(config.to_mapping()) == sum(layer.parameters for layer in layers_of(config))
 
 
 def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
@@ -134,7 +133,9 @@ def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
         activation="silu",
         softmax=True,
     )
-    counts = [totals(layers_of(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
+    counts = [
+        sum(layer.parameters for layer in layers_of(cnn.Config(**config, pool_interval=i))) for i in (first, second)
+    ]
     table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
     take(csv_table(place / "dense.csv", OLD_HEADER, table))
     landed = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")

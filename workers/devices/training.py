@@ -86,7 +86,6 @@ def measure_training(
     import torch
 
     from featurize.families import get_family, layers_of, loss_of
-    from featurize.job.layers import totals
     from featurize.training.optimizers import state_tensors
     from featurize.training.training_step import TrainingStep
 
@@ -100,7 +99,7 @@ def measure_training(
 
     model = batch = None
     if link.ahead:
-        if totals(layers_of(config)).parameters <= _HOST_PARAMETERS:
+        if sum(layer.parameters for layer in layers_of(config)) <= _HOST_PARAMETERS:
             torch.manual_seed(seed)
             model = family.build(config)
         batch = make_batch()
