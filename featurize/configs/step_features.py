@@ -23,8 +23,7 @@ from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
-from featurize.timing.step_time import features as features_of_time
-from featurize.timing.step_time import operator_costs, python_loader_ms, time_steps
+from featurize.timing.step_time import features as features_of_time, operator_costs, python_loader_ms, time_steps
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 

@@ -16,8 +16,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from conf.errors import UsageError, one_line, unknown_names
-from conf.files.identity import canonical_json as canonical_json
-from conf.files.identity import mapping_hash as mapping_hash
+from conf.files.identity import canonical_json as canonical_json, mapping_hash as mapping_hash
 from featurize.families import family_names, get_family, layers_of
 from featurize.job.code_names import LIBRARY_MODULES, CodeName, TrustedName, granted_model
 from featurize.job.training_settings import TrialConfig as TrialConfig

@@ -17,8 +17,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conf.device_names import DEVICE_FILES, profiles_of, read_device_file, resolve_device, slice_values, split_slice
-from conf.device_names import plain_device as plain_device
+from conf.device_names import (
+    DEVICE_FILES,
+    plain_device as plain_device,
+    profiles_of,
+    read_device_file,
+    resolve_device,
+    slice_values,
+    split_slice,
+)
 from conf.errors import EnvironmentProblem, UsageError, exception_line, refuse, require_one_of, unknown_name
 from conf.units import MIB
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
-from torch.utils import checkpoint as library
+from torch.utils import _pytree as pytree, checkpoint as library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 

@@ -14,8 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from featurize.operators.table import ATTENTION as FUSED_ATTENTION
-from featurize.operators.table import CONVOLUTIONS, INT8_PRODUCT, PRODUCTS, SCALED_PRODUCT, attention_call, kernel_kind
+from featurize.operators.table import (
+    ATTENTION as FUSED_ATTENTION,
+    CONVOLUTIONS,
+    INT8_PRODUCT,
+    PRODUCTS,
+    SCALED_PRODUCT,
+    attention_call,
+    kernel_kind,
+)
 from featurize.recording.step_trace import Operator
 
 HALF = ("float16", "bfloat16")

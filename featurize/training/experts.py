@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives as functional, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 from torch.utils._python_dispatch import _disable_current_modes

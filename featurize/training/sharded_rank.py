@@ -20,23 +20,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import _flat_param as flat
-from torch.distributed.fsdp import _fully_shard as package
-from torch.distributed.fsdp import _init_utils as flat_init
-from torch.distributed.fsdp import _runtime_utils as runtime
-from torch.distributed.fsdp import fully_sharded_data_parallel as wrapper
+from torch.distributed.fsdp import (
+    FSDPModule,
+    _flat_param as flat,
+    _fully_shard as package,
+    _init_utils as flat_init,
+    _runtime_utils as runtime,
+    fully_sharded_data_parallel as wrapper,
+)
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_init as init
-from torch.distributed.fsdp._fully_shard import _fsdp_param as param
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
-from torch.distributed.fsdp._fully_shard import _fsdp_state as state
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives as collectives,
+    _fsdp_init as init,
+    _fsdp_param as param,
+    _fsdp_param_group as group,
+    _fsdp_state as state,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import _dispatch as dispatch
-from torch.distributed.tensor import _op_schema as op_schema
-from torch.distributed.tensor import _random as random
+from torch.distributed.tensor import DTensor, Shard, _dispatch as dispatch, _op_schema as op_schema, _random as random
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -20,9 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, UnsuitableDevice
-from featurize.job.training_settings import OPTIMIZERS, training_of
-from featurize.job.training_settings import Training as Training
-from featurize.job.training_settings import TrainingSettings as TrainingSettings
+from featurize.job.training_settings import (
+    OPTIMIZERS,
+    Training as Training,
+    TrainingSettings as TrainingSettings,
+    training_of,
+)
 from featurize.nets.checkpointing import checkpoint_blocks
 from featurize.nets.vision import import_library
 from featurize.operators.own_operators import quantize, without_skipped

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.cli.settings import Checked, data_key, format_key, key
-from conf.cli.settings import group as key_group
+from conf.cli.settings import Checked, data_key, format_key, group as key_group, key
 from conf.errors import UsageError, refuse, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device

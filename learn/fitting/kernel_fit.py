@@ -49,8 +49,7 @@ from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
 from warehouse.exchange.imported_rows import DOUBT
-from warehouse.exchange.published_tables import PREFIX as LAYER
-from warehouse.exchange.published_tables import SAILOR_LAYERS
+from warehouse.exchange.published_tables import PREFIX as LAYER, SAILOR_LAYERS
 
 Progress = Callable[[str, int, int], None]
 Values = Mapping[str, torch.Tensor]

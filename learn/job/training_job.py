@@ -135,8 +135,7 @@ def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[st
     """Return `make(device)` -> the batch's inputs and target on that device."""
     import torch
 
-    from featurize.recording.values import arguments as as_arguments
-    from featurize.recording.values import mapped
+    from featurize.recording.values import arguments as as_arguments, mapped
 
     if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")

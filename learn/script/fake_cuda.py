@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device as default_device
-from torch.utils import _foreach_utils, checkpoint
+from torch.utils import _device as default_device, _foreach_utils, checkpoint
 from torch.utils._pytree import tree_map
 
 from conf.cli.own_packages import ROOT

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers
+from torch.optim import Optimizer, optimizer as optimizers
 from torch.utils import checkpoint
 
 from featurize.operators.own_operators import whole_elements

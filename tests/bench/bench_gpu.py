@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.command_line import EXIT_USAGE
-from conf.cli.command_line import run as run_command
+from conf.cli.command_line import EXIT_USAGE, run as run_command
 from conf.cli.settings import Checked, key
 from conf.reports.blocks import print_blocks
 from farm.dispatch.dispatcher import work

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from conf.cli.command_line import load_config, load_settings
 from conf.cli.commands import settings_class

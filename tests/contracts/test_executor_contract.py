@@ -12,8 +12,7 @@ from farm.dispatch.executors import Executor, InlineExecutor
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.queue.leftovers import SESSION_VARIABLE
 from featurize.families import get_family
-from tests.lasting_servers import end_of_servers as end_of_servers
-from tests.lasting_servers import lasting_servers as lasting_servers
+from tests.lasting_servers import end_of_servers as end_of_servers, lasting_servers as lasting_servers
 from tests.surroundings import await_, waiting_process
 from tests.trials import mlp, task
 from workers.devices import DeviceChoice

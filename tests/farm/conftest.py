@@ -10,8 +10,7 @@ import pytest
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
 from tests.farm.served import served
-from tests.lasting_servers import end_of_servers as end_of_servers
-from tests.lasting_servers import lasting_servers as lasting_servers
+from tests.lasting_servers import end_of_servers as end_of_servers, lasting_servers as lasting_servers
 from tests.surroundings import ENDS_WITHIN_S, waiting_process
 from warehouse.files.folder import DataFolder
 

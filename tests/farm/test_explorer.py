@@ -10,8 +10,7 @@ from urllib.parse import quote, urlencode
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from conf.errors import UsageError
 from tests.farm.explored import HOSTILE

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Counts, Job, Queue, UnreadableTask, device_key, text_of_settings, text_of_task

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import EnvironmentProblem
-from infra.offline import bundle as bundles
-from infra.offline import results
+from infra.offline import bundle as bundles, results
 from tests.warehouse.warehouse_rows import ask
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from rank_nets import LENGTH, AttendingBlock, Mixture, efficient_attention_on_cpu
-from rank_nets import WIDTH as ATTENTION_WIDTH
+from rank_nets import LENGTH, WIDTH as ATTENTION_WIDTH, AttendingBlock, Mixture, efficient_attention_on_cpu
 from rank_watch import reduced_buckets, watched_steps
 from real_ranks import train_cases
 from torch import nn

@@ -11,8 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from conf.errors import UsageError
 from featurize.memory.allocator import AllocatorSettings, CachingAllocator, OutOfMemory

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # before a trace imports it: it wraps torch.manual_seed for good
 import torch.distributed as dist
-from rank_nets import LENGTH, attending
-from rank_nets import WIDTH as ATTENTION_WIDTH
+from rank_nets import LENGTH, WIDTH as ATTENTION_WIDTH, attending
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh

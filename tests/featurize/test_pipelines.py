@@ -14,9 +14,9 @@ from pipelined_ranks import (
     Net,
     attending,
     loss_of,
+    train_real as train_real,  # for `measured`
     training,
 )
-from pipelined_ranks import train_real as train_real  # for `measured`
 from real_ranks import assert_like_real, some_ranks, with_wide
 from torch import nn
 from uneven_net import BATCH, WIDTH, Block

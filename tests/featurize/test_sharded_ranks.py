@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from rank_nets import LENGTH, Grouped, Mixture, attending, efficient_attention_on_cpu, routed
-from rank_nets import WIDTH as ATTENTION_WIDTH
+from rank_nets import LENGTH, WIDTH as ATTENTION_WIDTH, Grouped, Mixture, attending, efficient_attention_on_cpu, routed
 from rank_watch import loss_of, watched_training
 from real_ranks import assert_like_real, some_ranks, train_cases, with_wide
 from torch import nn

@@ -24,8 +24,7 @@ from packaging.requirements import Requirement
 from conf.cli.command_line import help_text
 from conf.errors import EnvironmentProblem
 from infra import collect
-from infra.offline import bundle as bundles
-from infra.offline import launch, page, steps
+from infra.offline import bundle as bundles, launch, page, steps
 from infra.offline.bundle import BundleSettings, needed_packages
 from tests.surroundings import await_
 from workers.probes import children

@@ -15,8 +15,7 @@ from featurize.job.training_settings import Training
 from learn import PlanRow, estimate, plan
 from learn.planning import meshes
 from learn.planning.plans import Findings, plan_page
-from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
-from tests.featurize.rank_nets import Chosen
+from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH, Chosen
 from tests.featurize.small_nets import Block, Computes
 from tests.parsed_page import ParsedPage
 

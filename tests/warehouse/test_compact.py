@@ -18,13 +18,13 @@ from warehouse_rows import (
     ask_plainly,
     collocations,
     compact_at,
+    fill as fill_any,
     kernels,
     killed_children,
     ranks,
     run_row,
     samples,
 )
-from warehouse_rows import fill as fill_any
 
 from warehouse.files import compaction
 from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere, read_files

@@ -15,9 +15,15 @@ from conf.files.identity import mapping_hash
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.families import cnn, layers_of
 from featurize.job.training_settings import ACTIVATIONS
-from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
-from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
-from tests.warehouse.warehouse_rows import TRANSFORMER, cnn_name, csv_table, mlp_name, take_in
+from tests.warehouse.warehouse_rows import (
+    GPUMEMNET_HEADER as HEADER,
+    TIMM_HEADER as TIMM,
+    TRANSFORMER,
+    cnn_name,
+    csv_table,
+    mlp_name,
+    take_in,
+)
 from warehouse.exchange import ingesting
 from warehouse.exchange.published import dense_parameters, pool_intervals
 from warehouse.files.compaction import CompactionSettings, compact

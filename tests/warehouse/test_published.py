@@ -3,8 +3,7 @@
 import pytest
 
 from conf.errors import UsageError
-from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM
-from tests.warehouse.warehouse_rows import TRANSFORMER, cnn_name, csv_table, mlp_name
+from tests.warehouse.warehouse_rows import TIMM_HEADER as TIMM, TRANSFORMER, cnn_name, csv_table, mlp_name
 from warehouse.exchange.published import parse_filename, read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")

@@ -13,8 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import NOW_S, ask, copy_into, failing, flip, only_merged
-from warehouse_rows import fill as fill_any
+from warehouse_rows import NOW_S, ask, copy_into, failing, fill as fill_any, flip, only_merged
 
 import warehouse
 from conf.errors import EnvironmentProblem

@@ -21,9 +21,7 @@ from warehouse_rows import (
 )
 
 import warehouse
-from warehouse.files import compaction, views
-from warehouse.files import folder as folder_module
-from warehouse.files import writer as writer_module
+from warehouse.files import compaction, folder as folder_module, views, writer as writer_module
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema

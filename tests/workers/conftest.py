@@ -8,8 +8,7 @@ import pytest
 
 from conf.children.containment import ControlGroup
 from conf.files.identity import identity
-from tests.lasting_servers import end_of_servers as end_of_servers
-from tests.lasting_servers import lasting_servers as lasting_servers
+from tests.lasting_servers import end_of_servers as end_of_servers, lasting_servers as lasting_servers
 from workers.devices import DeviceChoice
 from workers.worker import Worker
 

@@ -6,8 +6,7 @@ import psutil
 import pytest
 
 from featurize.families import get_family
-from tests.trials import mlp
-from tests.trials import task as trial
+from tests.trials import mlp, task as trial
 from workers.devices import DeviceChoice, WindowSettings
 from workers.worker import Worker
 

@@ -7,8 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.trials import mlp
-from tests.trials import task as trial
+from tests.trials import mlp, task as trial
 from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import KernelSettings, TrialSettings, WindowSettings, training
 from workers.devices.training import dims_text, kernels_of_trace, report_kernels

@@ -37,8 +37,7 @@ from workers.devices import Slot, TrialSettings
 from workers.devices.steadiness import TargetFollower
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sensors import Sample, Sensor, TelemetrySampler, WatchTarget, make_sensors
-from workers.trial.body import LINE_BYTES as LINE_BYTES
-from workers.trial.body import is_device_fault
+from workers.trial.body import LINE_BYTES as LINE_BYTES, is_device_fault
 
 READINGS_KEPT = 100_000  # steps and samples: three hours at the usual ten a second
 KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
