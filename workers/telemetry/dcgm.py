@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from conf.errors import UsageError
 from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, refuse_shared
-from workers.telemetry.sensors import Sample, Sensor, SensorUnavailable, WatchTarget
+from workers.telemetry.sensors import DEFAULT_URL, Sample, Sensor, SensorUnavailable, WatchTarget
 
 # DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. The blanks for 64-bit
 # integers lie above the blank for floating-point numbers.
@@ -29,7 +28,6 @@ _UUID_LABELS = ("uuid", "gpu_uuid")  # in small letters: versions differ
 _INSTANCE_LABEL = "gpu_i_id"
 _LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
 _LABELS = re.compile(rf"(?:{_LABEL.pattern})*")
-DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
 LAG_S = 0.3  # age of DCGM's figures when they are served, as measured in NVIDIA's issue tracker and by users
 _TIMEOUT_S = 0.5  # without a byte
@@ -385,15 +383,3 @@ class _TimedReader(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-def checked_url(url: str) -> str:
-    """Return `url` unchanged. Raises `UsageError` if it is not a URL of an exporter."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is not a number
-        valid = False
-    if not valid or any(character.isspace() for character in url):
-        raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {url!r}")
-    return url

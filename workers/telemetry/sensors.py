@@ -18,6 +18,7 @@ import operator
 import pkgutil
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from conf.cli.settings import Checked, key
+from conf.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -240,6 +242,7 @@ SENSORS = {
     "process": "workers.telemetry.process:ProcessSensor",
 }
 SOURCES = (*SENSORS, "torch")  # torch: the trial itself reports it, so it needs no sensor
+DEFAULT_URL = "http://localhost:9400/metrics"  # of the dcgm-exporter
 _JOIN_S = 2.0
 _START_S = 5.0  # time to open a sensor's driver or exporter
 _READ_ON_S = 1.0  # longest wait for a source that lags
@@ -278,13 +281,17 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
 class DcgmAddress(Checked, section="telemetry"):
     """The address of NVIDIA's dcgm-exporter."""
 
-    dcgm_url: str = key("http://localhost:9400/metrics", "address of the dcgm-exporter")
+    dcgm_url: str = key(DEFAULT_URL, "address of the dcgm-exporter")
 
     def __post_init__(self) -> None:
-        from workers.telemetry.dcgm import checked_url
-
         super().__post_init__()
-        checked_url(self.dcgm_url)
+        try:
+            parts = urllib.parse.urlsplit(self.dcgm_url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is not a number
+            valid = False
+        if not valid or any(character.isspace() for character in self.dcgm_url):
+            raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {self.dcgm_url!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
