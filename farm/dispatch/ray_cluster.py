@@ -161,12 +161,10 @@ class OwnHead:
 
     def _look(self) -> None:
         for child in psutil.Process().children():
-            try:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 name = child.name()
                 if child.pid not in self._before and name in self._NAMES:
                     self._markers.setdefault(name, identity(child.pid))
-            except (psutil.Error, ProcessLookupError):
-                continue
 
 
 class JoinedHead:
@@ -654,19 +652,16 @@ class RayExecutor:
         if lost:
             end_processes(started)  # first: shutting down a broken Ray would wait for its dead parts
         if self._ray is not None and self._ray.is_initialized():
-            self._shut_down(lost)
+            if lost:
+                thread = threading.Thread(target=self._ray.shutdown, daemon=True)
+                thread.start()
+                thread.join(_SHUTDOWN_S)
+            else:
+                for seat in list(self._seats.values()):
+                    self._end_worker(seat)
+                self._ray.shutdown()
         psutil.wait_procs(started, timeout=_END_WITHIN_S)
         self._end_own(started)
-
-    def _shut_down(self, lost: bool) -> None:
-        if not lost:
-            for seat in list(self._seats.values()):
-                self._end_worker(seat)
-            self._ray.shutdown()
-            return
-        thread = threading.Thread(target=self._ray.shutdown, daemon=True)
-        thread.start()
-        thread.join(_SHUTDOWN_S)
 
     def _end_own(self, processes: Sequence[psutil.Process] | None = None) -> None:
         """End the remaining processes of a private Ray, and delete its session folder."""

@@ -76,7 +76,7 @@ class ExplorerPages:
     """Renders pages in threads, each with a separate connection."""
 
     def __init__(self, folder: DataFolder, limits: LimitSettings, scrubber: Scrubber) -> None:
-        self._folder, self._limits, self._scrubber = folder, limits, scrubber
+        self.folder, self._limits, self._scrubber = folder, limits, scrubber
         self._threads = ThreadPoolExecutor(READERS, "pages")
         self._queries = ThreadPoolExecutor(READERS, "queries")
         self._page_limits = self._query_limits(limits.rows, limits.answer_mib)
@@ -115,7 +115,7 @@ class ExplorerPages:
             raise
 
     def _read(self, page: AnswerPage, ends: Ends) -> Response:
-        with ExplorerReader(connect(self._folder, share=self._page_limits.share), self._limits.query_s) as reader:
+        with ExplorerReader(connect(self.folder, share=self._page_limits.share), self._limits.query_s) as reader:
             ends.append(reader.interrupt)
             return page(reader)
 
@@ -139,7 +139,7 @@ class ExplorerPages:
 
     def _query(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
-        table, has_more = run_limited(self._folder, sql, kind, limits, ends)
+        table, has_more = run_limited(self.folder, sql, kind, limits, ends)
         return _scrub(table, self._scrubber), has_more
 
     def _sql(self, sql: str, ends: Ends) -> Response:
@@ -184,14 +184,10 @@ class ExplorerPages:
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
-        content = night_report(self._folder, name)
+        content = night_report(self.folder, name)
         if content is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such night", f"There is no report of {name}.")
         return HTMLResponse(content, headers={"content-security-policy": POLICY})
-
-    def nights(self) -> Response:
-        """Return the page of all nights."""
-        return self.html("nights", page=nights_page(self._folder))
 
     def _estimate_runs(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None if a run has none."""
@@ -201,12 +197,10 @@ class ExplorerPages:
             raise UsageError("There is no description of this device, so that nothing is estimated on it.")
         known = {}
         for place, run in enumerate(runs):
-            try:
+            with contextlib.suppress(CommandError, ArithmeticError, ValueError):
                 config = config_of_one_gpu(run["config"])
-                if fast_problem(config, describe_device(name), self._folder) is None:
+                if fast_problem(config, describe_device(name), self.folder) is None:
                     known[place] = config
-            except (CommandError, ArithmeticError, ValueError):
-                continue
         for place, estimate in self._estimate_each(known, name, _machine_of(runs[0])).items():
             estimates[place] = {target: getattr(estimate, target) for target in (*_BESIDE, BOUND)}
         return estimates
@@ -224,7 +218,7 @@ class ExplorerPages:
         return estimates
 
     def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
-        return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
+        return estimate_many(configs, method="fast", device=device, machine=machine, data=self.folder)
 
     def _estimate_beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return the estimate of `method=fast` beside the measurement, and notes, such as why there is none."""
@@ -234,7 +228,7 @@ class ExplorerPages:
             return [], [f"No estimate: the device {run['device_name']} is not described."]
         try:
             config = config_of_row(run["config"])
-            if problem := fast_problem(config, describe_device(device), self._folder):
+            if problem := fast_problem(config, describe_device(device), self.folder):
                 return [], [f"No estimate at once: {problem}. {trace}"]
             (estimate,) = self._fast([config], device, _machine_of(run))
         except (CommandError, ArithmeticError, ValueError) as error:
@@ -289,7 +283,7 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
 
     @app.get("/nights", include_in_schema=False)
     async def nights() -> Response:
-        return await pages.answer(lambda _: pages.nights())
+        return await pages.answer(lambda _: pages.html("nights", page=nights_page(pages.folder)))
 
     @app.get("/nights/{name}", include_in_schema=False)
     async def night(name: str) -> Response:
