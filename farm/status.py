@@ -68,18 +68,16 @@ def entry(settings: StatusSettings) -> None:
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
     """Return the content of format=json (see the top of this file). `presence` saves a comparison already made."""
+    folder.open()  # raises for an unreadable folder, also without a queue
+    presence = presence or presence_of(folder)
     report: dict[str, Any] = {
         "data": str(folder.root),
         "at": _iso(now),
         "dispatcher": None,
-        "runs_gone": {},
-        "runs_unknown": {},
+        "runs_gone": {job: len(indexes) for job, indexes in presence.gone.items()},
+        "runs_unknown": {job: len(indexes) for job, indexes in presence.unknown.items()},
         "jobs": [],
     }
-    folder.open()  # raises for an unreadable folder, also without a queue
-    presence = presence or presence_of(folder)
-    for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):
-        report[side] = {job: len(indexes) for job, indexes in tasks.items()}
     if job_id is None and not folder.queue.is_file():
         return report
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)

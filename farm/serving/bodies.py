@@ -461,8 +461,8 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], dict[str, 
     if request.config is None:
         job: dict[str, Any] = {"inputs": request.inputs, "batch_size": request.batch_size}
         implied: dict[str, Any] = {}
-        if request.hf_config is None:
-            job |= _named_model(request, policy)
+        if request.model is not None:
+            job |= _named_model(request.model, request.arguments or {}, policy)
         else:
             model, implied = _hf_model(request)
             job |= model
@@ -475,17 +475,15 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], dict[str, 
     return {"config": config.to_mapping()}, options, config
 
 
-def _named_model(request: JobFields, policy: Policy) -> dict[str, Any]:
+def _named_model(name: str, arguments: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     """Return the model and its arguments."""
     from featurize.job.code_names import granted_model, library_problem
 
-    arguments = request.arguments or {}
-    assert request.model is not None
     with _as_problem("/model"):
-        model = granted_model(request.model, policy.trust)
+        model = granted_model(name, policy.trust)
         if problem := library_problem(model, json.dumps(arguments), advice=_MODELS_TAKEN):
             raise invalid(problem, "/model")
-    return {"model": request.model, "arguments": arguments}
+    return {"model": name, "arguments": arguments}
 
 
 def _hf_model(request: JobFields) -> tuple[dict[str, Any], dict[str, Any]]:
