@@ -104,8 +104,8 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, r
     assert parts == [("", True), ("-alone-0", False), ("-alone-1", False), ("-with-1", True)]
     dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), device_key(SIMULATED), Quiet())
     dispatcher._land_run(task, done, "w")
-    assert [one.run_id[14:] for one in dispatcher._alone.of(task, "w")] == ["-alone-0", "-alone-1"]
-    assert dispatcher._alone.of(task, "another") == (None, None), "another GPU differs"
+    assert [one.run_id[14:] for one in dispatcher._spec(task, "w").alone] == ["-alone-0", "-alone-1"]
+    assert dispatcher._spec(task, "another").alone == (None, None), "another GPU differs"
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
     refused = accept(Completion(worker="w", task=task, result=forged), task).result
