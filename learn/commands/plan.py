@@ -89,13 +89,6 @@ class PlanSettings(ModelKeys):
     rows: int = key(20, "rows of the table; format=json has all", "int >= 1")
     report: str | None = key(None, "write an HTML page with the layouts' memory over their throughput", "new path")
 
-    def require_job(self) -> tuple[str, int | tuple[int, ...]]:
-        """Return the model and the numbers of GPUs. Raises `UsageError` where a key is missing."""
-        missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(self, name) is None]
-        if missing or self.model is None or self.gpus is None:
-            raise UsageError(f"a plan needs {' and '.join(missing)}")
-        return self.model, self.gpus
-
 
 _NEEDED = {"model": "MODULE:FACTORY", "input": "[64,3,224,224]", "gpus": "64"}
 
@@ -105,7 +98,10 @@ def entry(settings: PlanSettings) -> int:
     from conf.reports.blocks import print_page
     from learn.planning.plans import plan, plan_page
 
-    title, gpus = settings.require_job()
+    title, gpus = settings.model, settings.gpus
+    missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(settings, name) is None]
+    if missing or title is None or gpus is None:
+        raise UsageError(f"a plan needs {' and '.join(missing)}")
     open_data(settings.data)
     training = {name: getattr(settings, name) for name in SETTINGS if name != "checkpointing"}
     with contextlib.redirect_stdout(sys.stderr), StepBar("plan") as bar:  # a model's prints are not output

@@ -164,8 +164,7 @@ def answer_and_write(request: Request, files: StepFiles, began_ns: int, notes: I
         notes: Further notes, which precede those of the answer.
     """
     estimate, traced = make_estimate(request, timeline=True) if any(files) else (answer(request), None)
-    seconds = (time.monotonic_ns() - began_ns) / 1e9
-    estimate = estimate.with_values(notes=(*notes, *estimate.notes), seconds=seconds)
+    estimate = estimate.with_values(notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began_ns) / 1e9)
     if any(files):
         files.write(request, estimate, traced)
     return estimate
@@ -309,12 +308,12 @@ class Draft:
             of_case = not self.job.batches and self.platform.allocator is None  # else another job failed
             if of_case and self._steps.features(self.case) is None:
                 self._steps.keep(self.case, StepRecord(error=str(step)))
-        else:
-            self.traced = step
-        if self.traced is not None and self.traced.trace.mix is not None:
-            self.alone = self.job.alone(self.traced.trace.mix.longest)
+            return
+        self.traced = step
+        if (mix := step.trace.mix) is not None:
+            self.alone = self.job.alone(mix.longest)
             self.case = self._case()
-            self.traced = self._with_longest(self.traced, self.traced.trace.mix)
+            self.traced = self._with_longest(step, mix)
 
     def _with_longest(self, mixed: SimulatedStep, mix: BatchMix) -> SimulatedStep:
         """Return the traced mix, or its longest batch alone where that takes more: the caches of the other batches may
@@ -458,8 +457,9 @@ class Draft:
             assert self.memory is not None
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
             centre_mib = max(self.memory.peak_memory_mib, traced.peak_memory_mib)
-            limit_mib = self.platform.limit_mib(traced)
-            self.memory = uncertainty.bound(self.memory, centre_mib, self.request.options.coverage, limit_mib)
+            self.memory = uncertainty.bound(
+                self.memory, centre_mib, self.request.options.coverage, self.platform.limit_mib(traced)
+            )
 
     def _gather(self) -> Estimate:
         """Return the estimate: the gathered figures, and the trace's for the others."""
@@ -630,9 +630,10 @@ class Draft:
             if batch_size == self.job.batch_size:
                 return traced
             job = self.job.with_samples(batch_size)
-            workspaces = self.platform.workspaces is not None
             return self.platform.place(
-                step_of(job, self.device, allocator=self.platform.allocator), job, workspaces=workspaces
+                step_of(job, self.device, allocator=self.platform.allocator),
+                job,
+                workspaces=self.platform.workspaces is not None,
             )
 
         without = uncertainty_of(traced, self.device, self.platform.machine)

@@ -147,8 +147,9 @@ def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile
 
     sizes = traced.trace.guessed_sizes(device)
     sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}
-    key = ("largest workspace", *sizes.values())
-    largest, most_live = traced.trace.remembered(key, lambda: _largest_and_most_live(traced.trace, sizes))
+    largest, most_live = traced.trace.remembered(
+        ("largest workspace", *sizes.values()), lambda: _largest_and_most_live(traced.trace, sizes)
+    )
     reserved_mib = traced.peak_reserved_mib
     outside_mib = traced.peak_memory_mib - reserved_mib
     on_amd = device.architecture.vendor == AMD
@@ -363,8 +364,10 @@ def move_by_runs(
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
         held=None,
     )
-    measured = count_of(len(runs) - len(of_another_job), "measured run")
-    by = {**estimate.answered_by, "memory": f"trace with {measured}"}
+    by = {
+        **estimate.answered_by,
+        "memory": f"trace with {count_of(len(runs) - len(of_another_job), 'measured run')}",
+    }
     notes = [note for note in estimate.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
     limit_mib = estimate.allowed_mib
     if peak_mib > limit_mib:

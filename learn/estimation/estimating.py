@@ -208,8 +208,9 @@ def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
 def _configs(given: object) -> list[TrialConfig]:
     if isinstance(given, TrialConfig | Mapping | str | bytes) or not isinstance(given, Iterable):
         advice = "; estimate(config) answers one" if isinstance(given, TrialConfig | Mapping) else ""
-        kind = f"{type(given).__name__}{advice}"
-        raise UsageError(f"configs is a sequence of trial configs or their mappings, got {kind}")
+        raise UsageError(
+            f"configs is a sequence of trial configs or their mappings, got {type(given).__name__}{advice}"
+        )
     configs = []
     for place, config in enumerate(given):
         if isinstance(config, Mapping):
@@ -227,8 +228,9 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     """Return the estimates of `method=fast`, which takes none of a trace's keywords. Raises `UsageError`."""
     from learn.estimation.fast_estimates import fast_estimates
 
-    of_fast = {name: value for name, value in options.items() if name in _OF_FAST}
-    platform, answer_options = platform_and_options(of_fast)
+    platform, answer_options = platform_and_options(
+        {name: value for name, value in options.items() if name in _OF_FAST}
+    )
     others = {name: value for name, value in options.items() if name not in (*_OF_FAST, *_OF_TRACES)}
     single = training_settings(others, options.get("settings"))
     of_traces = [name for name, value in options.items() if name in _OF_TRACES and value is not None]
@@ -408,8 +410,11 @@ def devices_that_fit(
     specs.sort(key=lambda spec: (spec.memory_mib, spec.name))
     given: dict[str, Any] = dict(options)
     of_platform = {name: given.pop(name) for name in PlatformKeywords.__annotations__ if name in given}
-    anywhere = {"device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None}
-    request = request_of(model, inputs, **{**given, **of_platform, **anywhere})
+    request = request_of(
+        model,
+        inputs,
+        **{**given, **of_platform, "device": DEFAULT_DEVICE, "machine": CURRENT, "power_limit_w": None},
+    )
     if any(run.device is None for run in request.options.known):
         raise UsageError(
             "known: a run without a device would speak for every GPU model; name its own, as in "
@@ -441,8 +446,9 @@ def devices_that_fit(
     for spec, outcome in zip(specs, outcomes, strict=True):
         if isinstance(outcome, CommandError):
             problems.append(outcome)
-            problem = first_line(outcome)
-            fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
+            fits.append(
+                DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=first_line(outcome))
+            )
         elif isinstance(outcome, Estimate):
             room_mib = outcome.allowed_mib - needed_mib(outcome, by)
             fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=outcome))

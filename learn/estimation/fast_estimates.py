@@ -60,8 +60,9 @@ class ConfigModels:
         for table, names, trees in self._tables:
             for name, sums in zip(names, trees.members(table.encode(columns, len(cases))), strict=True):
                 estimator = _tabular(self.artifacts[name])
-                rough = estimator.rough_figures(cases, columns)
-                predictions[name] = estimator.prediction_of(estimator.trees.start + sums, rough)
+                predictions[name] = estimator.prediction_of(
+                    estimator.trees.start + sums, estimator.rough_figures(cases, columns)
+                )
         if BOUND in predictions:
             above = self.artifacts[BOUND].meta["above"]
             bound = predictions[BOUND].point * above.get(cases[0].family, max(above.values()))
@@ -187,8 +188,10 @@ def _problem(models: ConfigModels | None, config: TrialConfig, device: DeviceSpe
     if models is None:
         if not (DEFAULT_MODELS / "fast").is_dir():
             raise EnvironmentProblem("no models of method=fast are here: python -m learn.build_defaults makes them")
-        advice = f"python -m learn.fit estimator={OF_CONFIGS} fits one"
-        return f"method=fast has no model of the family {config.family}: {advice}"
+        return (
+            f"method=fast has no model of the family {config.family}: python -m learn.fit "
+            f"estimator={OF_CONFIGS} fits one"
+        )
     if config.optimizer not in FITTED_OPTIMIZERS:
         return f"method=fast knows the optimizers {', '.join(FITTED_OPTIMIZERS)}, not {config.optimizer}"
     if "memory" in models.ours and device.architecture.vendor != NVIDIA:
@@ -204,7 +207,10 @@ def _of_family(
     columns: dict[str, list[float]] = {
         get_target(target).column: of_target.tolist() for target, of_target in points.items()
     }
-    moved_mib = _moved_mib(family, device, on) if "memory" in models.ours else 0.0
+    moved_mib = 0.0
+    if "memory" in models.ours:  # the packaged models were fitted for another machine
+        loads_cudnn = family in _WITH_CUDNN
+        moved_mib = on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
     memory = columns["peak_memory_mib"] = [mib + moved_mib for mib in columns["peak_memory_mib"]]
     if bound is not None:
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
@@ -227,12 +233,6 @@ def _of_family(
         Estimate(**row, notes=(*_notes(unlike_fitted, row, device), *of_all), **shared)
         for row, unlike_fitted in zip(rows, reasons, strict=True)
     ]
-
-
-def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
-    """Return the card's memory in MiB on this machine, less that on the machine that the models were fitted for."""
-    loads_cudnn = family in _WITH_CUDNN
-    return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 
 
 def _notes(unlike_fitted: Sequence[str], figures: Mapping[str, float], device: DeviceSpec) -> list[Note]:

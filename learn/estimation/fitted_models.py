@@ -149,8 +149,10 @@ class FittedModels:
         # Memory at least must be fitted.
         if absent and find_latest(self._kept["memory"], "memory", **wanted) is None:
             with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
-            advice = f"fit one: python -m learn.fit target=memory estimator={named}"
-            raise UsageError(f"no fitted model for target=memory with {with_these}; {advice}")
+            raise UsageError(
+                f"no fitted model for target=memory with {with_these}; fit one: python -m learn.fit target=memory "
+                f"estimator={named}"
+            )
         learnt: Wanted = {**wanted, "learnt": True}
         questions = []
         for target in TARGETS:

@@ -474,8 +474,9 @@ class TrainingJob:
             model, input_dtype, loss, pairs = self.given
             sizes = {batch_size_of(inputs): None for inputs, _ in pairs}
             if len(sizes) > 1:
-                texts = ", ".join(map(str, sizes))
-                raise UsageError(f"the batches have {texts} samples: largest_batch scales batches of one size")
+                raise UsageError(
+                    f"the batches have {', '.join(map(str, sizes))} samples: largest_batch scales batches of one size"
+                )
             scaled = [
                 [None if part is None else with_batch_size(part, size, from_size=self.batch_size) for part in pair]
                 for pair in pairs

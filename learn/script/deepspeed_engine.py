@@ -308,8 +308,7 @@ def _settings(given: Any) -> Mapping[str, Any]:
         raise RuntimeError("deepspeed.initialize is given no settings: config, or --deepspeed_config")
     if isinstance(given, str) and not Path(given).is_file():
         with contextlib.suppress(ValueError):  # neither encoded nor JSON: the path of a file that does not exist
-            settings: Mapping[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
-            return settings
+            return cast("Mapping[str, Any]", json.loads(base64.urlsafe_b64decode(given).decode("utf-8")))
     return settings_of(given)
 
 

@@ -116,8 +116,9 @@ def estimate_script(
     if record.parallel is None and network:
         raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
     job = replace(job, parallel=record.parallel and record.parallel.changed(**network))
-    request = Request(job=job, platform=platform, options=answer_options)
-    return answer_and_write(request, files, began_ns, _notes(record))
+    return answer_and_write(
+        Request(job=job, platform=platform, options=answer_options), files, began_ns, _notes(record)
+    )
 
 
 def _network_of(parallel: object) -> dict[str, Any]:
@@ -167,14 +168,13 @@ def _record(
             "folder": str(folder),
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
-        child = server.start(
+        ended = server.start(
             "learn.script.child:main",
             str(request_path),
             time_limit_s=time_limit_s,
             memory_limit_bytes=int(memory_limit_gib * 2**30),
             keeps_output=not show_output,
-        )
-        ended = child.wait()
+        ).wait()
         try:
             record = read_record(folder)
         except BadRecord as error:

@@ -140,7 +140,8 @@ class ScriptRecorder(Recorder):
                 return func(*args, **(kwargs or {}))
             name = func._schema.name
             if self.memory.phase == "optimizer" and not self.updating and not self.updated_by_hand:
-                self.updated_by_hand = self._writes_to_parameters(func, args)
+                written = tensors_in(args[place] for place in traits_of(func).written if place < len(args))
+                self.updated_by_hand = any(tensor.untyped_storage()._cdata in self.trained for tensor in written)
             from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
             with replaced(self.log, "keep_operators", self.log.keep_operators and not from_host):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -149,10 +150,6 @@ class ScriptRecorder(Recorder):
             elif name == "aten::_log_softmax":
                 self._loss = math.log(max(2, args[0].shape[args[1]]))
             return out
-
-    def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        written = tensors_in(args[place] for place in traits_of(func).written if place < len(args))
-        return any(tensor.untyped_storage()._cdata in self.trained for tensor in written)
 
     def name_updates_state(self) -> None:
         """Label the blocks that an update without a torch optimizer has allocated and keeps as optimizer state."""

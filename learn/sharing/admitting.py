@@ -365,5 +365,4 @@ def slowdowns(
     if not 1 <= len(jobs) <= MOST_JOBS:
         raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
     group = [profile_of(known(job, device), f"job {place}") for place, job in enumerate(jobs, 1)]
-    chosen: SlowdownEstimator = estimator or default_slowdowns(data)
-    return chosen.slowdowns(group)
+    return (estimator or default_slowdowns(data)).slowdowns(group)
