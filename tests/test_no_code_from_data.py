@@ -46,7 +46,7 @@ LOADERS = {
     ("featurize/nets/vision.py", "load_named"): "model=MODULE:FACTORY that the user typed; zoo's, behind its own check",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
-SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
+SHELLS = {"farm/grow.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
 
 
 @pytest.fixture(autouse=True, scope="module")

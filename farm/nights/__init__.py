@@ -1,5 +1,5 @@
-"""Nightly growth: canaries, what to measure next, the run, the landing, the learning step, the report.
+"""Parts of nightly growth: the journal, canaries, what to measure next, the report.
 
-Start reading at `cycle`, whose steps `journal` records, so that a killed night resumes. Called by `farm.grow`; it calls
-sampling, the dispatcher, `learn` and the warehouse.
+Start reading at `journal`, which records the steps of a night, so that a killed one resumes. Called by `farm.grow`; it
+calls sampling, `learn` and the warehouse.
 """

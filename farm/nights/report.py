@@ -36,7 +36,6 @@ from conf.reports.blocks import (
     Page,
     Preformatted,
     Section,
-    Table,
     linked,
     page_bytes,
     table,
@@ -46,7 +45,6 @@ from farm.nights.journal import (
     STEPS,
     CanariesPayload,
     ChoicePayload,
-    ComparedLabel,
     Cycle,
     CycleStep,
     DriftPayload,
@@ -547,36 +545,20 @@ def _canaries(report: Report) -> Section:
     parts: list[Block] = [Callout(f"{canaries.verdict}: {canaries.said}", level)]
     parts += [Callout(f"Cause: {cause}", level) for cause in canaries.causes]
     parts.append(Lead(f"{count_of(canaries.runs, 'run')} on {canaries.device_name} ({canaries.source})."))
-    if canaries.moved:
-        parts += [Heading("What moved"), _compare(canaries.moved)]
-    return Section("canaries", "Canaries and drift", (*parts, *_drift(canaries.drift)))
-
-
-def _compare(moved: Sequence[ComparedLabel]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for entry in moved:
+    for entry in canaries.moved:
         name = (entry.family, entry.config_hash[:12], f"{entry.label} [{entry.unit}]")
-        figures = map(_number, (entry.before, entry.now, entry.tolerance))
+        values = (entry.before, entry.now, entry.tolerance)
+        figures = (MISSING if value is None else figure(value) for value in values)
         rows.append((*name, *figures, entry.history_runs, entry.said))
-    heads = ("family", "configuration", "label", "before", "now", "tolerance", "earlier runs", "*said")
-    return table(heads, rows, words=3)
-
-
-def _number(value: float | None) -> str:
-    return MISSING if value is None else figure(value)
-
-
-def _drift(drift: DriftPayload | None) -> tuple[Block, ...]:
-    if drift is None:
-        return ()
-    return (
-        Heading("Drift"),
-        Lead(
-            f"{count_of(drift.stale_rows, 'row')} marked stale for this environment, "
-            f"{count_of(drift.remeasure, 'configuration')} to be measured again first."
-        ),
-        *map(Callout, drift.moved),
-    )
+    if rows:
+        heads = ("family", "configuration", "label", "before", "now", "tolerance", "earlier runs", "*said")
+        parts += [Heading("What moved"), table(heads, rows, words=3)]
+    if (drift := canaries.drift) is not None:
+        stale = f"{count_of(drift.stale_rows, 'row')} marked stale for this environment, "
+        stale += f"{count_of(drift.remeasure, 'configuration')} to be measured again first."
+        parts += [Heading("Drift"), Lead(stale), *map(Callout, drift.moved)]
+    return Section("canaries", "Canaries and drift", tuple(parts))
 
 
 def _models(report: Report) -> Section:

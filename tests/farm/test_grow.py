@@ -16,8 +16,7 @@ from fastapi import FastAPI
 from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
-from farm.grow import _cycle_lock, _StatusLine
-from farm.nights.cycle import NightStop, notify
+from farm.grow import NightStop, _cycle_lock, _StatusLine, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
 from featurize.configs.space import default_space, parse_space, sample_range
@@ -194,7 +193,7 @@ def test_two_never_work_on_one_folder(root, outcome):
 
 @pytest.mark.slow
 def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(root):
-    with mock.patch("farm.nights.cycle.land", side_effect=OSError(5, "Input/output error")):
+    with mock.patch("farm.grow.land", side_effect=OSError(5, "Input/output error")):
         for failure in range(3):
             assert grow(root, "n=2") == 2
             (cycle,) = cycles(root)
@@ -239,7 +238,7 @@ def test_an_activity_that_takes_two_lines_of_the_terminal_costs_no_permanent_lin
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("farm.nights.cycle._COMMAND_S", 1.0)
+    monkeypatch.setattr("farm.grow._COMMAND_S", 1.0)
     pid_file = tmp_path / "pid"
     (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert problem == "notify.command took longer than 1 s and was killed"
