@@ -201,21 +201,21 @@ def write_comparison(home: DataFolder, result: Result, page: Page, report: str |
 
 def comparison_page(result: Result) -> Page:
     """Return the page's contents."""
+    comparison = result.comparison
+    where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
     sections = {
-        "Labels": _labels(result.comparison),
-        "Statuses": _statuses(result.comparison),
-        "Configurations": _largest(result.comparison),
+        "Labels": _labels(comparison),
+        "Statuses": _statuses(comparison),
+        "Configurations": _largest(comparison),
         "Operators": _operators(result),
         "Modules": _modules(result.operators),
         "Environments": _sides(result),
     }
-    return Page(title=f"{result.before.label} → {result.after.label}", head=_head(result), sections=linked(sections))
-
-
-def _head(result: Result) -> tuple[Block, ...]:
-    comparison = result.comparison
-    where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
-    return Lead(where or "no pairs"), Lead(headline(result)), Callout(result.caveat)
+    return Page(
+        title=f"{result.before.label} → {result.after.label}",
+        head=(Lead(where or "no pairs"), Lead(headline(result)), Callout(result.caveat)),
+        sections=linked(sections),
+    )
 
 
 def _labels(comparison: Comparison) -> Section:

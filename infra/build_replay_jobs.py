@@ -85,10 +85,6 @@ def _bert(width: int, layers: int) -> Callable[[], Any]:
     )
 
 
-def _gpt2_large() -> Any:
-    return _hugging_face("GPT2Config", "GPT2LMHeadModel", vocab_size=50_257, n_embd=1280, n_layer=36, n_head=20)
-
-
 def _unet() -> Any:
     models = import_library("segmentation_models_pytorch")
     return models.Unet("resnet34", encoder_weights=None, classes=21)
@@ -135,6 +131,9 @@ def _coco_batch(batch_size: int) -> dict[str, Any]:
     return {"images": images, "targets": targets}
 
 
+_GPT2_LARGE = partial(
+    _hugging_face, "GPT2Config", "GPT2LMHeadModel", vocab_size=50_257, n_embd=1280, n_layer=36, n_head=20
+)
 _TOKENS: dict[str, Any] = {"input_dtype": "int64"}
 # model -> factory, shape of a sample or function that makes a batch, samples per epoch (trained, evaluated), settings
 MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str, Any]]] = {
@@ -154,7 +153,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str,
     "xlnet_large": (_xlnet(1024, 24), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
     "bert_base": (_bert(768, 12), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
     "bert_large": (_bert(1024, 24), (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
-    "gpt2_large": (_gpt2_large, (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
+    "gpt2_large": (_GPT2_LARGE, (512,), WIKITEXT, {"optimizer": "adamw", **_TOKENS}),
 }
 
 
@@ -170,12 +169,6 @@ def _ask(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estim
     except CommandError as refusal:
         print(f"{model} at {batch_size}, {more}: {refusal}", file=sys.stderr)
         return None
-
-
-def _epoch_steps(model: str, batch_size: int, gpus: int) -> float:
-    """Return the steps of an epoch in training steps; each of several GPUs takes a whole batch."""
-    trained, evaluated = MODELS[model][2]
-    return (trained + EVALUATION * evaluated) / (batch_size * gpus)
 
 
 def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
@@ -199,7 +192,10 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
         figures |= {"ours_smact": ours.smact, "ours_smocc": ours.smocc, "ours_drama": ours.drama}
     traced = _ask(model, batch_size, memory=False, estimator="trace")
     if traced is not None and traced.step_time_ms is not None:
-        steps = _epoch_steps(model, batch_size, gpus) * int(row["epochs_of_minutes"])
+        trained, evaluated = MODELS[model][2]
+        # In training steps; each of several GPUs takes a whole batch.
+        epoch_steps = (trained + EVALUATION * evaluated) / (batch_size * gpus)
+        steps = epoch_steps * int(row["epochs_of_minutes"])
         busy = min(1.0, steps * traced.step_time_ms / 60_000 / float(row["minutes"]))
         figures["busy"] = busy
         for name in ("smact", "smocc", "drama"):

@@ -9,11 +9,13 @@ figures of the same jobs, computed without a GPU.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -88,7 +90,14 @@ def load_catalogue() -> tuple[JobType, ...]:
     """Return the packaged job types, in the order of the published table."""
     computed = {row["name"]: row for row in _rows(JOBS_FILE)}
     published = _rows(PUBLISHED_FILE)
-    usual = _usual_shares(published, computed)
+    by_class: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in published:
+        by_class[row["class"]].append(computed[row["name"]])
+    # The median utilizations of each class, for its jobs that this project cannot trace.
+    usual = {
+        name: {share: statistics.median(float(row[share]) for row in rows if row[share]) for share in _SHARES}
+        for name, rows in by_class.items()
+    }
     return tuple(_job_type(row, computed[row["name"]], usual[row["class"]]) for row in published)
 
 
@@ -99,18 +108,6 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def _number(text: str) -> float | None:
     return float(text) if text else None
-
-
-def _usual_shares(
-    published: Sequence[Mapping[str, str]], computed: Mapping[str, Mapping[str, str]]
-) -> dict[str, dict[str, float]]:
-    """Return the median utilizations of each class, for its jobs that this project cannot trace."""
-    classes = {row["class"] for row in published}
-    rows = {name: [computed[row["name"]] for row in published if row["class"] == name] for name in classes}
-    return {
-        name: {share: statistics.median(float(row[share]) for row in of_class if row[share]) for share in _SHARES}
-        for name, of_class in rows.items()
-    }
 
 
 def _job_type(published: Mapping[str, str], computed: Mapping[str, str], usual: Mapping[str, float]) -> JobType:
@@ -364,10 +361,7 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
     else:
         busy_s = sum(duration * count for _, duration, count in jobs) / len(jobs)
         pauses = [drawn.expovariate(load * gpus / busy_s) for _ in jobs]
-    arrivals, now = [], -pauses[0]
-    for pause in pauses:
-        now += pause
-        arrivals.append(now)
+    arrivals = list(itertools.accumulate(pauses[1:], initial=0.0))
     kinds, durations, counts = zip(*jobs, strict=True)
     return ClusterTrace(name=name, types=types, arrivals_s=arrivals, kinds=kinds, durations_s=durations, gpus=counts)
 

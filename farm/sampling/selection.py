@@ -422,6 +422,11 @@ def choose(
         places = fill(cells, known_rows, candidate_rows, n, seed)
     else:
         places = candidate_rows[:n]
+    before, added = cells.tally(known_rows), cells.tally(places)
+    gained = {
+        name: {cell: (before[name].get(cell, 0), count) for cell, count in sorted(of_cell.items())}
+        for name, of_cell in added.items()
+    }
     return Selection(
         policy=policy,
         chosen=_list_chosen(pool, fresh.places, places, figures, doubts),
@@ -429,7 +434,7 @@ def choose(
         measured=fresh.measured,
         repeated=fresh.repeated,
         next_index=next_index,
-        gained=_count_gained(cells, known_rows, places),
+        gained=gained,
         ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
         notes=tuple(notes),
     )
@@ -562,14 +567,6 @@ def _list_chosen(
         )
         for place in places.tolist()
     )
-
-
-def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
-    before, added = cells.tally(old), cells.tally(places)
-    return {
-        name: {cell: (before[name].get(cell, 0), n) for cell, n in sorted(of_cell.items())}
-        for name, of_cell in added.items()
-    }
 
 
 NetworkKey = tuple[str, str, str | None]  # family, network, target
