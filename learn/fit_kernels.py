@@ -1,6 +1,6 @@
 """`python -m learn.fit_kernels`: fit kernel times to measured steps and kernels, and judge them on held-out ones.
 
-Start reading at `fit_kernels`. It writes the file that `featurize.timing.step_time` reads.
+Start reading at `fit_kernels`. It writes the file that `featurize.timing.simulation` reads.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     """
     from conf.files.outputs import write_file
     from featurize.job.training_settings import EAGER
-    from featurize.timing.step_time import efficiencies_text, load_efficiencies
-    from featurize.timing.times import packaged_hosts
+    from featurize.timing.kernels import packaged_hosts
+    from featurize.timing.simulation import efficiencies_text, load_efficiencies
     from learn.fitting.constants_fit import (
         ActivityFit,
         fit_hosts,

@@ -32,7 +32,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     """
     from featurize.configs.trial import config_from_mapping
     from featurize.memory.replay import replay
-    from featurize.timing.step_time import operator_costs
+    from featurize.timing.simulation import operator_costs
     from featurize.trace.tracer import TraceError, trace_config
 
     try:

@@ -23,7 +23,7 @@ from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MemoryProfile, outside_mib
 from featurize.operators.table import VOCABULARY, attention_call, category
 from featurize.recording.step_trace import BATCH, Operator, StepTrace
-from featurize.timing.step_time import features as features_of_time, operator_costs, python_loader_ms, time_steps
+from featurize.timing.simulation import operator_costs, python_loader_ms, time_features, time_steps
 
 _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
@@ -233,7 +233,7 @@ def features_on(
     """Return the features of a step on each GPU model: name -> finite number, with the same names for every job.
 
     Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in [0, 1]. `job_priced_*` are the features of
-    `featurize.timing.step_time.features`, with the input pipeline of a plain loop if the job runs in one.
+    `featurize.timing.simulation.time_features`, with the input pipeline of a plain loop if the job runs in one.
 
     Args:
         trace: One step.
@@ -276,7 +276,7 @@ def features_on(
                 "job_log_memory": _log(total),
                 # The logarithm (base 2) of the ratio of the job's memory in a scenario to its memory as replayed.
                 **{name: math.log2((mib + outside) / total) for name, mib in scenarios_mib.items()},
-                **{f"job_priced_{name}": value for name, value in features_of_time(timed).items()},
+                **{f"job_priced_{name}": value for name, value in time_features(timed).items()},
                 "job_input_share": waits_ms / timed.step_time_ms,
                 "job_step_time_ms": timed.step_time_ms,
                 **device_features(spec),

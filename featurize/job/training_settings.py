@@ -32,7 +32,7 @@ IMPLEMENTATIONS = ("foreach", "fused", "loop")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Properties of an optimizer that are known before `featurize.training.optimizers` makes it.
+    """Properties of an optimizer that are known before `featurize.training.training_step` makes it.
 
     states: number of float32 tensors of its parameter's size that it keeps on the device.
     implementations: torch's implementations that it has.
@@ -456,7 +456,7 @@ def settings_of_ranks(layout: Parallel | None, settings: TrainingSettings) -> Tr
 
 
 def uses_tf32(precision: str) -> dict[str, bool]:
-    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.timing.calls`.
+    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.timing.kernels`.
 
     `tf32` allows it everywhere; PyTorch's default, `fp32`, for convolutions and recurrent layers only.
 

@@ -5,141 +5,38 @@ materialises its scores, dropout keeps a full-width mask, recurrent layers run s
 functions that modules call are replaced by versions that dispatch the operators CUDA would run. Code with its own
 reference to one of these functions (`from torch.nn.functional import ...`), or in TorchScript, is not reached.
 
-The number of torchvision's proposals that survive depends on computed values (`detection_as_trained`). The configured
-limits are assumed, since a step that reaches them takes the most memory.
+Fused attention (`scaled_dot_product`) is PyTorch's own, the flash-attn package's or xFormers'; neither a package nor a
+GPU is needed. The packages' functions become PyTorch's operators of the same kernels, which keep the same tensors:
+query, key, value, output, the fp32 row sums and the random state. `featurize.operators.table.ATTENTION` prices them.
+
+PyTorch's own autocast has no effect on meta tensors. Inside `casting`, functions that Python code calls cast their
+arguments as CUDA would, and a model's own `torch.autocast("cuda")` in its forward pass (also for `x.device.type`, which
+is meta here) switches that on or off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor
 from torch.autograd.profiler import record_function
-from torch.nn.modules.utils import _pair
 
+from conf.errors import UsageError
 from featurize.device.device_spec import AttentionKernels
-from featurize.operators import attention
-from featurize.operators.autocast import Autocast, casting
 from featurize.operators.library_calls import channels_last
-from featurize.operators.own_operators import liger_on_gpu
+from featurize.operators.own_operators import detection_as_trained, liger_on_gpu
 from featurize.operators.replacing import Change, all_replaced, if_imported
 from featurize.operators.table import time_steps
-
-PROPOSALS = "a detector keeps as many proposals as its limits allow"
-MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
-# Every n-th candidate matches an object: more than the limit on positive samples, so that the limit is reached.
-_EVERY = 2
-
-
-def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[Change]:
-    """Yield the changes that make torchvision's detectors run on meta tensors, if torchvision's operators are imported.
-    `assume` is called with each assumption."""
-    instead: list[tuple[str, str, Callable[[Any], Any]]] = [
-        *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
-        *(
-            (where, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
-            for where in ("ops.poolers", "ops", "models.detection.roi_heads")
-        ),
-        ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
-        ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),
-        (
-            "models.detection._utils",
-            "Matcher.__call__",
-            lambda original: functools.partialmethod(_matches, original, assume),
-        ),
-    ]
-    for module, path, make in instead:
-        yield from if_imported(f"torchvision.{module}", path, make)
-
-
-def _nms(
-    original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
-) -> Tensor:
-    """Keep all boxes; the callers cut them down to their limits. The mask has 64 boxes a word, as in the CUDA
-    kernel."""
-    if not boxes.is_meta:
-        return original(boxes, scores, iou_threshold)
-    assume(PROPOSALS)
-    count = boxes.shape[0]
-    order = scores.sort(dim=0, descending=True)[1]
-    ordered = boxes.index_select(0, order)
-    mask = boxes.new_empty(count * -(-count // 64), dtype=torch.int64)
-    indices = torch.arange(count, device=boxes.device)
-    del ordered, mask
-    return indices
-
-
-def _roi_align(
-    original: Callable[..., Tensor],
-    autocast: Autocast,
-    input: Tensor,
-    boxes: Tensor | Sequence[Tensor],
-    output_size: int | tuple[int, int],
-    *args: object,
-    **kwargs: object,
-) -> Tensor:
-    """Align regions in fp32 under autocast, as torchvision registers it."""
-    if not input.is_meta:
-        return original(input, boxes, output_size, *args, **kwargs)
-    rois = boxes
-    if not isinstance(rois, Tensor):
-        numbers = [torch.full_like(b[:, :1], i) for i, b in enumerate(boxes)]
-        rois = torch.cat([torch.cat(numbers), torch.cat(list(boxes))], dim=1)
-    wide = autocast.cast(input, torch.float32)
-    return _RoiAlign.apply(wide, autocast.cast(rois, torch.float32), tuple(_pair(output_size))).to(input.dtype)
-
-
-class _RoiAlign(torch.autograd.Function):
-    """An operator that keeps the regions and the input's shape for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(rois)
-        ctx.shape = input.shape
-        return input.new_zeros(rois.shape[0], input.shape[1], *size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].new_zeros(ctx.shape), None, None
-
-
-def _paste(
-    original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
-) -> Tensor:
-    """Paste each mask into an image, as in an evaluation, wherever its box lies."""
-    if not masks.is_meta or not len(masks):
-        return original(masks, boxes, img_shape, padding)
-    height, width = (int(size) for size in img_shape)
-    return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
-
-
-def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
-    """Spread the regions evenly over the pyramid's levels."""
-    levels = original(mapper, boxlists)
-    if not levels.is_meta:
-        return levels
-    return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
-
-
-def _matches(
-    matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
-) -> Tensor:
-    """Match every other candidate, with the objects in turn; the others are background."""
-    if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
-        return original(matcher, match_quality_matrix)
-    assume(MATCHES)
-    objects, candidates = match_quality_matrix.shape
-    best, _ = match_quality_matrix.max(dim=0)
-    below = best < matcher.low_threshold
-    number = torch.arange(candidates, device=best.device)
-    del below
-    return torch.where(number % _EVERY == 0, number // _EVERY % objects, matcher.BELOW_LOW_THRESHOLD)
+from featurize.operators.tensor_parts import is_shared
 
 
 @contextlib.contextmanager
@@ -154,11 +51,11 @@ def as_on_cuda(
     `assume` is called with each assumption about values that only a real step computes, `attends` with the width of a
     head for each call of attention."""
     with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
-        attention_now = F.scaled_dot_product_attention
-        attend = functools.partial(attention.scaled_dot_product, attention_now, autocast, kernels, attends)
+        attend = functools.partial(scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
         changes = (
-            *detection_as_trained(autocast, assume),
-            *attention.packages_on_gpu(),
+            *detection_as_trained(autocast.cast, assume),
+            *as_installed(),
+            *if_imported("xformers.ops.fmha", _XFORMERS_RUN, functools.partial(functools.partial, _attend_xformers)),
             (F, "scaled_dot_product_attention", attend),
             *liger_on_gpu(),
             (torch.autograd.profiler, "record_function", functools.partial(_unmarked, threading.get_ident())),
@@ -282,8 +179,7 @@ def _grouped_product(
     dtype = out_dtype or mat_a.dtype
     step = 16 // dtype.itemsize
     width = -(-columns // step) * step
-    strides = (rows * width, width, 1)[-len(size) :]
-    return torch.empty_strided(size, strides, dtype=dtype, device="meta")
+    return torch.empty_strided(size, (rows * width, width, 1)[-len(size) :], dtype=dtype, device="meta")
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -454,3 +350,408 @@ def _dropout(
     if training and 0 < p < 1 and not inplace and not kwargs and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]
     return original(input, p, training, inplace, **kwargs)
+
+
+_IMPLEMENTATION = "flash_attention_2"
+_ROWS = 32  # rows for which memory-efficient attention keeps sums (aten/src/ATen/native/transformers: kAlignLSE)
+_HALF = (torch.float16, torch.bfloat16)
+_XFORMERS_RUN = "_memory_efficient_attention"  # called by each of xFormers' public functions
+_LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
+# Attributes in which transformers caches the imported package.
+_STATE = (
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
+T = TypeVar("T")
+
+
+def build_with_flash_attn(build: Callable[[], T]) -> T:
+    """Call `build()` as if flash-attn were installed, even if that call is the first to import transformers."""
+    known = _transformers() is not None
+    try:
+        with all_replaced(as_installed()):
+            return build()
+    except ImportError:
+        if known or _transformers() is None:
+            raise
+    with all_replaced(as_installed()):
+        return build()
+
+
+def as_installed() -> Iterator[Change]:
+    """Yield the changes that make transformers find flash-attn, if transformers is imported and has the names known
+    here."""
+    library = _transformers()
+    matrix = getattr(library, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
+    imports = getattr(library, "_lazy_imports", None)
+    if library is None or imports is None or not isinstance(matrix, dict) or 2 not in matrix:
+        return
+
+    def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> Any:
+        if implementation != _IMPLEMENTATION:
+            return imports(implementation, *args, **kwargs)
+        return flash_attn_func, flash_attn_varlen_func, None, vars(library)["_pad_input"], vars(library)["_unpad_input"]
+
+    described = {**matrix, 2: {**matrix[2], "general_availability_check": lambda *_, **__: True}}
+    instead: list[tuple[str, str, object]] = [
+        *((module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", described) for module in (_LIBRARY, _MODELS)),
+        (_LIBRARY, "_lazy_imports", lazy_imports),
+        *((_LIBRARY, name, None) for name in _STATE),
+    ]
+    for module, name, value in instead:
+        yield from if_imported(module, name, functools.partial(lambda given, _: given, value))
+
+
+# transformers reads from these two signatures which options the package supports.
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attend [N, L, heads, E] as `flash_attn.flash_attn_func` does."""
+    longest = q.shape[1], k.shape[1]
+    return flash_attn_varlen_func(q, k, v, None, None, *longest, dropout_p, softmax_scale, causal, window_size)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attend packed texts of any lengths, [all tokens, heads, E]; without their starts, as `flash_attn_func`."""
+    if q.dtype not in _HALF:
+        raise RuntimeError("FlashAttention only supports fp16 and bf16")
+    sides = {}
+    if window_size != (-1, -1):
+        sides = {"window_size_left": window_size[0], "window_size_right": window_size[1]}
+    more = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), dropout_p, causal, False
+    return _flash(torch.ops.aten._flash_attention_forward, (q, k, v), *more, scale=softmax_scale, **sides)
+
+
+def _flash(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    heads: tuple[Tensor, Tensor, Tensor],
+    *more: Any,
+    scale: float | None,
+    **sides: int,
+) -> Tensor:
+    """Run flash attention, which pads the head of query, key and value to a multiple of 8."""
+    width = heads[0].shape[-1]
+    scale = scale if scale is not None else width**-0.5
+    out = kernel(*(F.pad(t, (0, -width % 8)) if width % 8 else t for t in heads), *more, scale=scale, **sides)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _transformers() -> ModuleType | None:
+    library = sys.modules.get(_LIBRARY)
+    return library if library is not None and inspect.isfunction(getattr(library, "_lazy_imports", None)) else None
+
+
+def _attend_xformers(run: Callable[..., Tensor], inp: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E] on meta, as `run` does on a GPU.
+
+    In half precision xFormers runs FlashAttention, else its CUTLASS kernel.
+    """
+    if not inp.query.is_meta:
+        return run(inp, *args, **kwargs)
+    query, key, value, bias = inp.query, inp.key, inp.value, inp.attn_bias
+    shape = (*query.shape[:-1], value.shape[-1])
+    query, key, value = (_four_dimensions(x) for x in (query, key, value))
+    causal = type(bias).__name__.startswith("LowerTriangular")
+    if query.dtype in _HALF and not isinstance(bias, Tensor):
+        return flash_attn_func(query, key, value, inp.p, inp.scale, causal).reshape(shape)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    mask = bias.expand(*query.shape[:3], key.shape[2]) if isinstance(bias, Tensor) else None
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, query.requires_grad, inp.p, causal, scale=inp.scale
+    )[0]
+    return out.transpose(1, 2).reshape(shape)
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def scaled_dot_product(
+    original: Callable[..., Tensor],
+    autocast: Autocast,
+    kernels: AttentionKernels,
+    attends: Callable[[int], None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Run the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
+    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's kernel,
+    which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
+    width = query.shape[-1]
+    attends(width)
+    query, key, value, attn_mask = autocast.cast((query, key, value, attn_mask), autocast.dtype)
+    half = query.dtype in _HALF
+    aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
+    fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
+    if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return _flash(kernel, (query, key, value), dropout_p, is_causal, scale=scale)
+    grouped = fused and query.shape[1] != key.shape[1]
+    if fused and aligned and not grouped and width <= kernels.efficient:
+        if attn_mask is not None:
+            if attn_mask.dtype is torch.bool:
+                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+                attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = _align(attn_mask)
+            batch, heads, length = query.shape[:3]
+            attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
+        if is_shared(query):
+            _require_whole_rows(query)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        keep = query.requires_grad or key.requires_grad or value.requires_grad
+        return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
+    if is_shared(query):
+        raise UsageError(
+            "parallel: cp: PyTorch runs fused attention over several ranks, and this call has no fused kernel (heads "
+            f"of {width} elements in {str(query.dtype).removeprefix('torch.')}, {query.shape[1]} of queries and "
+            f"{key.shape[1]} of keys); bf16 has more of them"
+        )
+    more = {"enable_gqa": True} if enable_gqa else {}
+    return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+
+
+def _require_whole_rows(query: Tensor) -> None:
+    """Raise `UsageError` where memory-efficient attention over several ranks has more row sums than queries, which the
+    ring does not merge.
+
+    Args:
+        query: [N, heads, L, E], spread over ranks, within `featurize.training.sharded_rank`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    assert isinstance(query, DTensor)
+    parts = 2 if ring._cp_options.enable_load_balance else 1
+    if (rows := query.to_local().shape[2] // parts) % _ROWS:
+        multiple = _ROWS * parts * query.device_mesh.size()
+        raise UsageError(
+            f"parallel: cp: memory-efficient attention keeps row sums of {_ROWS} queries or a multiple, and a part of "
+            f"the sequence has {rows}; give a sequence of a multiple of {multiple} tokens, or bf16 on a GPU with flash "
+            "attention"
+        )
+
+
+def _align(mask: Tensor) -> Tensor:
+    """Return the bias as the memory-efficient kernel reads it, with rows that begin at multiples of 8 elements; else a
+    view of a padded copy (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+    if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
+        return mask
+    columns = mask.shape[-1]
+    return F.pad(mask, (0, 8 - columns % 8))[..., :columns]
+
+
+# The lists of ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) under
+# the names that Python code calls. Operators outside both lists run in their inputs' type, as with real autocast.
+_LOWER = {
+    F: "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linear prelu",
+    torch: "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr "
+    "matmul einsum mm mv addbmm baddbmm bmm chain_matmul",
+    Tensor: "matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv addr addbmm baddbmm",
+}
+_FP32 = {
+    F: "layer_norm rms_norm group_norm softplus cross_entropy nll_loss kl_div l1_loss smooth_l1_loss huber_loss "
+    "mse_loss poisson_nll_loss binary_cross_entropy_with_logits cosine_similarity interpolate",
+    torch: "layer_norm rms_norm group_norm softmax log_softmax exp expm1 log log2 log10 log1p pow reciprocal rsqrt "
+    "norm logsumexp cdist",
+    Tensor: "softmax log_softmax exp expm1 log log2 log10 log1p pow __pow__ __rpow__ reciprocal rsqrt norm logsumexp",
+}
+# These get `dtype=float32` instead: CUDA's kernels convert as they read, without a copy.
+_AS_FP32 = "sum prod cumsum cumprod"
+# Likewise in fp16 only (ATen/native/cuda/SoftMax.cpp, half_to_float).
+_HALF_TO_FLOAT = {"softmax": torch._softmax, "log_softmax": torch._log_softmax}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_lock = threading.RLock()  # the replacements are per process: one trace at a time
+
+
+class Autocast:
+    """The casts in effect: lower-precision operators cast to `dtype`; None: no casts. The forward pass's context caches
+    the casts of weights; the contexts that a checkpointed backward opens for its recomputations are shorter, and are
+    treated as having no cache."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._installed = False  # whether the functions that it covers are replaced
+        self._cache: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self._cache = {} if phase == "forward" else None
+
+    def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
+        """Return floating-point tensors, also those in lists, in that type; unchanged without autocast."""
+        if self.dtype is None:
+            return value
+        if isinstance(value, Tensor):
+            if value.dtype is dtype or value.dtype not in _FLOATS or value.device.type != "meta":
+                return value
+            if self._cache is None or not (value.is_leaf and value.requires_grad and dtype is self.dtype):
+                return value.to(dtype)
+            key = id(value)
+            if key not in self._cache:
+                self._cache[key] = (value, value.to(dtype))  # holds the weight, so that its id is not reused
+            return self._cache[key][1]
+        if isinstance(value, list | tuple):
+            return type(value)(self.cast(v, dtype) for v in value)
+        return value
+
+    @contextlib.contextmanager
+    def switched(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Behave as inside a `torch.autocast` of that type; None is a disabled one."""
+        before = self.dtype, self._cache, self._installed
+        installs = dtype is not None and not self._installed
+        if dtype is not None and dtype is not self.dtype:
+            self._cache = {}
+        self.dtype = dtype
+        self._installed = self._installed or installs
+        try:
+            with all_replaced(self._changes() if installs else ()):
+                yield
+        finally:
+            self.dtype, self._cache, self._installed = before
+
+    def _changes(self) -> Iterator[Change]:
+        """Yield the changes of the functions that autocast covers to ones that cast as this object requires."""
+        for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
+            for owner, listed in names.items():
+                for name in listed.split():
+                    if function := getattr(owner, name, None):
+                        halves = _HALF_TO_FLOAT.get(name)
+                        instead = self._wrap_softmax(function, halves) if halves else self._wrap(function, wide)
+                        yield owner, name, instead
+        for owner in (torch, Tensor):
+            for name in _AS_FP32.split():
+                yield owner, name, self._wrap_dtype(getattr(owner, name))
+
+    def _wrap(self, function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+        """Return the function with arguments cast to a type; None: to autocast's."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            into = dtype or self.dtype
+            return function(*(self.cast(a, into) for a in args), **{k: self.cast(v, into) for k, v in kwargs.items()})
+
+        return call
+
+    def _wrap_dtype(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a result in fp32, unless the caller passes a type."""
+
+        @functools.wraps(function)
+        def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+            narrow = isinstance(x, Tensor) and x.is_meta and x.dtype in _FLOATS[1:]
+            if self.dtype is not None and narrow and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+            return function(x, *args, **kwargs)
+
+        return call
+
+    def _wrap_softmax(self, function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Return softmax that, in fp16, calls the kernel that reads halves and returns floats; else it copies to fp32
+        first."""
+        otherwise = self._wrap(function, torch.float32)
+
+        @functools.wraps(function)
+        def call(x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+            plain = self.dtype is not None and isinstance(dim, int) and not args and not kwargs
+            if plain and isinstance(x, Tensor) and x.is_meta and x.dtype is torch.float16:
+                return kernel(x, dim, True)
+            return otherwise(x, *(() if dim is None else (dim,)), *args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
+    """Cast meta tensors inside as CUDA's autocast of that type would (None: not at all), and as the model's own calls
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass require."""
+    autocast = Autocast(dtype)
+
+    class ModelAutocast(torch.autocast):
+        """The context that the model enters. It accepts meta for CUDA, which PyTorch's own refuses."""
+
+        def __init__(
+            self,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            self._of_gpu = device_type in ("cuda", "meta")
+            self._asked = (dtype or torch.get_autocast_dtype("cuda")) if enabled else None
+            arguments = {"enabled": False} if self._of_gpu else {"enabled": enabled}
+            super().__init__("cuda" if self._of_gpu else device_type, dtype, cache_enabled=cache_enabled, **arguments)
+
+        def __enter__(self) -> Any:
+            self._inside = contextlib.ExitStack()
+            if self._of_gpu:
+                self._inside.enter_context(autocast.switched(self._asked))
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            self._inside.close()
+            return super().__exit__(*error)
+
+    def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> ModelAutocast:
+        return ModelAutocast("cuda", dtype, enabled, cache_enabled)
+
+    with _lock:
+        # Called for the type of a tensor's device; PyTorch has no autocast for meta.
+        enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+        def is_enabled(device_type: str | None = None) -> bool:
+            if device_type in (None, "meta"):  # without a type, it means CUDA
+                return autocast.dtype is not None
+            return enabled(device_type)
+
+        def autocast_dtype(device_type: str) -> torch.dtype:
+            return autocast.dtype or torch.float16 if device_type == "meta" else dtype_of(device_type)
+
+        changes = (
+            *((owner, "autocast", ModelAutocast) for owner in (torch, torch.amp, torch.amp.autocast_mode)),
+            (torch, "is_autocast_enabled", is_enabled),
+            (torch, "get_autocast_dtype", autocast_dtype),
+            (torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("meta")),
+            *((owner, "autocast", of_cuda) for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode)),
+        )
+        with all_replaced(changes), autocast.switched(dtype):
+            yield autocast

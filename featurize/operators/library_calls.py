@@ -284,12 +284,6 @@ def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryC
     return (LibraryCall("recurrent", (tuple(x.shape),), x.element_size(), nbytes=elements * x.element_size()),)
 
 
-def _softmax_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Return the temporary for the gradient times the output, made before the kernel (cuda/SoftMax.cu:
-    softmax_backward_cuda_out)."""
-    return _temporary(args[1].nbytes)
-
-
 def _contiguous_copy(of: int, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """Return the temporary contiguous copy of an input (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
     return _temporary(0 if args[of].is_contiguous() else args[of].nbytes)
@@ -332,7 +326,8 @@ LIBRARY_CALLS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[Libra
     "aten::convolution_backward": _convolution_backward,
     "aten::_softmax": functools.partial(_contiguous_copy, 0),
     "aten::_log_softmax": functools.partial(_contiguous_copy, 0),
-    "aten::_softmax_backward_data": _softmax_backward,
+    # The gradient times the output, made before the kernel (cuda/SoftMax.cu: softmax_backward_cuda_out).
+    "aten::_softmax_backward_data": lambda args, outputs: _temporary(args[1].nbytes),
     "aten::native_layer_norm": functools.partial(_contiguous_copy, 0),
     "aten::native_layer_norm_backward": functools.partial(_contiguous_copy, 1),
     "aten::roll": _roll,

@@ -1,9 +1,10 @@
-"""Kernels of libraries that need a GPU, Liger's and bitsandbytes', as operators of ours on meta tensors.
+"""Kernels of libraries that need a GPU, Liger's, bitsandbytes' and torchvision's, as they run on meta tensors.
 
-Start reading at `_META`: an entry adds an operator, which `OPS` then runs; `featurize.operators.table` prices them like
-any other. While a step is traced, `liger_on_gpu` replaces the autograd functions of Liger's Triton kernels by ones that
-take the same memory (arXiv 2410.10989; liger_kernel/ops, 0.8), however the package was applied. `quantize` gives linear
-layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for bitsandbytes' own layers.
+Start reading at `_META`: an entry adds an operator of ours, which `OPS` then runs; `featurize.operators.table` prices
+them like any other. While a step is traced, `liger_on_gpu` replaces the autograd functions of Liger's Triton kernels by
+ones that take the same memory (arXiv 2410.10989; liger_kernel/ops, 0.8), however the package was applied. `quantize`
+gives linear layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for bitsandbytes' own layers.
+`detection_as_trained` makes torchvision's detectors run.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules.utils import _pair
 
 from conf.errors import UsageError
 from featurize.operators.replacing import Change, if_imported
@@ -186,8 +188,7 @@ class _LinearCrossEntropy(Function):
         budget: int,
     ) -> Tensor:
         rows, width = x.shape
-        classes = weight.shape[0]
-        parts = -(-classes // (budget * width))
+        parts = -(-weight.shape[0] // (budget * width))
         step = min(1 << (-(-rows // parts) - 1).bit_length(), rows)
         trained = [_sums(weight, sums), _sums(bias, sums)]
         of_x = torch.zeros_like(x)
@@ -351,8 +352,9 @@ class Linear4Bit(_Quantized):
             scales = stored
             if outer is not None and offset is not None:
                 scales = OPS.dequantize_scales(stored, outer).add_(offset)
-            shape = (self.out_features, self.in_features)
-            return OPS.dequantize_4bit(packed, scales, shape, self.weight_dtype).to(dtype)
+            return OPS.dequantize_4bit(packed, scales, (self.out_features, self.in_features), self.weight_dtype).to(
+                dtype
+            )
 
         return dequantize
 
@@ -494,3 +496,121 @@ def without_skipped(
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
+
+
+PROPOSALS = "a detector keeps as many proposals as its limits allow"
+MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
+# Every n-th candidate matches an object: more than the limit on positive samples, so that the limit is reached.
+_EVERY = 2
+
+
+def detection_as_trained(cast: Callable[..., Any], assume: Callable[[str], None]) -> Iterator[Change]:
+    """Yield the changes that make torchvision's detectors run on meta tensors, if torchvision's operators are imported.
+
+    The number of proposals that survive depends on computed values. The configured limits are assumed, since a step
+    that reaches them takes the most memory.
+
+    Args:
+        cast: Returns a tensor in a type, as the autocast in effect casts it.
+        assume: Called with each assumption.
+    """
+    instead: list[tuple[str, str, Callable[[Any], Any]]] = [
+        *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
+        *(
+            (where, "roi_align", lambda original: functools.partial(_roi_align, original, cast))
+            for where in ("ops.poolers", "ops", "models.detection.roi_heads")
+        ),
+        ("models.detection.transform", "paste_masks_in_image", lambda original: functools.partial(_paste, original)),
+        ("ops.poolers", "LevelMapper.__call__", lambda original: functools.partialmethod(_levels, original)),
+        (
+            "models.detection._utils",
+            "Matcher.__call__",
+            lambda original: functools.partialmethod(_matches, original, assume),
+        ),
+    ]
+    for module, path, make in instead:
+        yield from if_imported(f"torchvision.{module}", path, make)
+
+
+def _nms(
+    original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
+) -> Tensor:
+    """Keep all boxes; the callers cut them down to their limits. The mask has 64 boxes a word, as in the CUDA
+    kernel."""
+    if not boxes.is_meta:
+        return original(boxes, scores, iou_threshold)
+    assume(PROPOSALS)
+    count = boxes.shape[0]
+    order = scores.sort(dim=0, descending=True)[1]
+    ordered = boxes.index_select(0, order)
+    mask = boxes.new_empty(count * -(-count // 64), dtype=torch.int64)
+    indices = torch.arange(count, device=boxes.device)
+    del ordered, mask
+    return indices
+
+
+def _roi_align(
+    original: Callable[..., Tensor],
+    cast: Callable[..., Any],
+    input: Tensor,
+    boxes: Tensor | Sequence[Tensor],
+    output_size: int | tuple[int, int],
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
+    """Align regions in fp32 under autocast, as torchvision registers it."""
+    if not input.is_meta:
+        return original(input, boxes, output_size, *args, **kwargs)
+    rois = boxes
+    if not isinstance(rois, Tensor):
+        numbers = [torch.full_like(b[:, :1], i) for i, b in enumerate(boxes)]
+        rois = torch.cat([torch.cat(numbers), torch.cat(list(boxes))], dim=1)
+    wide = cast(input, torch.float32)
+    return _RoiAlign.apply(wide, cast(rois, torch.float32), tuple(_pair(output_size))).to(input.dtype)
+
+
+class _RoiAlign(torch.autograd.Function):
+    """An operator that keeps the regions and the input's shape for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(rois)
+        ctx.shape = input.shape
+        return input.new_zeros(rois.shape[0], input.shape[1], *size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_zeros(ctx.shape), None, None
+
+
+def _paste(
+    original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
+) -> Tensor:
+    """Paste each mask into an image, as in an evaluation, wherever its box lies."""
+    if not masks.is_meta or not len(masks):
+        return original(masks, boxes, img_shape, padding)
+    height, width = (int(size) for size in img_shape)
+    return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
+
+
+def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -> Tensor:
+    """Spread the regions evenly over the pyramid's levels."""
+    levels = original(mapper, boxlists)
+    if not levels.is_meta:
+        return levels
+    return torch.arange(levels.shape[0], device=levels.device) % (mapper.k_max - mapper.k_min + 1)
+
+
+def _matches(
+    matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
+) -> Tensor:
+    """Match every other candidate, with the objects in turn; the others are background."""
+    if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
+        return original(matcher, match_quality_matrix)
+    assume(MATCHES)
+    objects, candidates = match_quality_matrix.shape
+    best, _ = match_quality_matrix.max(dim=0)
+    below = best < matcher.low_threshold
+    number = torch.arange(candidates, device=best.device)
+    del below
+    return torch.where(number % _EVERY == 0, number // _EVERY % objects, matcher.BELOW_LOW_THRESHOLD)

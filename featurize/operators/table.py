@@ -152,7 +152,7 @@ class OperatorRow(NamedTuple):
     """One operator, or one word of operators' names. None: decided by words of its name, or by its shapes.
 
     category   one of `VOCABULARY`
-    kernel     kind of its kernel, of `featurize.timing.calls`
+    kernel     kind of its kernel, of `featurize.timing.kernels`
     fused      its part in a graph that Inductor compiles, one of those below; None also for operators tagged pointwise
     """
 

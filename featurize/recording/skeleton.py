@@ -29,8 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from featurize.job.layers import Layer
 from featurize.nets.checkpointing import CONTAINERS, repeated_blocks
-from featurize.operators import attention
-from featurize.operators.autocast import casting
+from featurize.operators.cuda_policy import build_with_flash_attn, casting
 from featurize.operators.tensor_parts import PLAIN, SEQUENCES, make_empty, tensors_in
 from featurize.recording.values import mapped, remember
 
@@ -317,7 +316,7 @@ def _may_stay(tensor: Tensor, largest_real: int) -> bool:
 
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
     """Return a new model on the meta device. None where its copy would lose what a trace notes."""
-    model = attention.building(lambda: build_on_meta(factory))
+    model = build_with_flash_attn(lambda: build_on_meta(factory))
     wrappers = survey(model)
     return None if wrappers.notes or wrappers.compiled else empty_copy(model)
 

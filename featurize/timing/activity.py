@@ -17,9 +17,21 @@ import numpy as np
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
-from featurize.timing.calls import ATTENTION, CHANNELS, DEPTHWISE, GROUPS, PRODUCT, ROWS, STREAM, Calls
-from featurize.timing.packaged import packaged_parameters
-from featurize.timing.times import CORNER, Kernels, places_of, rates_of
+from featurize.timing.kernels import (
+    ATTENTION,
+    CHANNELS,
+    CORNER,
+    DEPTHWISE,
+    GROUPS,
+    PRODUCT,
+    ROWS,
+    STREAM,
+    Calls,
+    Kernels,
+    packaged_parameters,
+    places_of,
+    rates_of,
+)
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 _IDLE_CLOCK = 0.1  # share of the full clock: about the clock of idle GPUs
@@ -306,7 +318,7 @@ class TimedKernels:
     @functools.cached_property
     def features(self) -> list[dict[str, float]]:
         """The features of the kernels for a learner, a mapping for each GPU model; see
-        `featurize.timing.step_time.features`."""
+        `featurize.timing.simulation.time_features`."""
         calls, kernels = self.calls, self.on_device
         total = (calls.count * self.seconds).sum(axis=-1, keepdims=True)
         share = calls.count * self.seconds / np.where(total, total, 1.0)
@@ -393,8 +405,7 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | tuple[DeviceS
     in_group = {name: calls.group == GROUPS.index(name) for name in (STREAM, DEPTHWISE, ATTENTION)}
     stream, attention = in_group[STREAM] | in_group[DEPTHWISE], in_group[ATTENTION]
     filled, blocks, tile_warps = _tiles(calls, kernels, sms, tensor)
-    of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
-    blocks = np.where(attention, of_attention, blocks)
+    blocks = np.where(attention, calls.batch * np.ceil(calls.rows / ATTENTION_ROWS), blocks)
     waves = np.maximum(np.ceil(blocks / sms), 1.0)
     filled = np.where(attention, blocks / (waves * sms), filled)
     work = np.where(stream, calls.rows * np.where(in_group[DEPTHWISE], calls.batch, 1.0), 1.0)
@@ -441,11 +452,6 @@ class StepWork:
     active_s: Mapping[str, float]
     above_idle_j: float
     idle_w: float
-
-    def activity_in(self, step_s: float) -> StepActivity:
-        """Return the activity of a step that takes `step_s` seconds as a whole."""
-        ratios = {name: min(1.0, max(0.0, seconds / step_s)) for name, seconds in self.active_s.items()}
-        return StepActivity(**ratios, power_w=self.idle_w + self.above_idle_j / step_s)
 
 
 def step_work(timed: TimedKernels, learned: ActivityParameters) -> list[StepWork]:

@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, Interconnect
 from featurize.job.layout import OWN, Parallel
-from featurize.timing.packaged import packaged_parameters
+from featurize.timing.kernels import packaged_parameters
 
 # Kinds, by their names in traces.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
 REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
+PIPELINE = "pp"  # axis of the messages between the stages of a pipeline
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = 0, 1  # places in the tables below
 # NCCL's estimates of bandwidth (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of
@@ -214,7 +215,8 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
 
 
 def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -> float:
-    """Return NCCL's memory on each GPU, in MiB: a communicator for each of its groups.
+    """Return NCCL's memory on each GPU, outside PyTorch's allocator, in MiB: a communicator for each of its groups.
+    AMD's RCCL is assumed to keep the same.
 
     Args:
         spec: The GPU model.
@@ -226,7 +228,8 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
     of_mesh = () if parallel.degrees.own > 1 else parallel.groups
     names = {*of_mesh, *(axis or all_ranks for axis in axes)} or {all_ranks}
     fabrics = fabrics_of(spec, parallel, names)
-    return sum(communicator_mib(fabrics[name]) for name in sorted(names))
+    channels = (int(fabrics[name].node_gb_s / _CHANNEL_GB_S) for name in names)
+    return sum(min(max(count, _FEWEST), _MOST) for count in channels) * _CONNECTIONS * _CONNECTION_MIB
 
 
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
@@ -256,13 +259,6 @@ def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
     if kind == SEND:
         return nbytes if ranks > 1 else 0.0
     return nbytes * ((2 if kind == ALL_REDUCE else 1) * ((ranks - 1) / ranks))
-
-
-def communicator_mib(fabric: Fabric) -> float:
-    """Return the memory of NCCL's communicator on each GPU, outside PyTorch's allocator, in MiB. AMD's RCCL is assumed
-    to keep the same."""
-    channels = min(max(int(fabric.node_gb_s / _CHANNEL_GB_S), _FEWEST), _MOST)
-    return channels * _CONNECTIONS * _CONNECTION_MIB
 
 
 def _reduction_s(nbytes: float, fabric: Fabric, rounds: int) -> float:

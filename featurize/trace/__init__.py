@@ -20,7 +20,7 @@ def import_tracer() -> None:
 
     import featurize.nets.modules
     import featurize.recording.recorder
-    import featurize.timing.overlap
+    import featurize.timing.simulation
     import featurize.trace.tracer  # noqa: F401
     from featurize.training.training_step import preload
 

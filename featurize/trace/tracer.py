@@ -23,8 +23,7 @@ from conf.errors import CommandError, UsageError, exception_line, kept_from_exit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import GRAPH_MODES, Training, TrainingSettings, TrialConfig, settings_of_ranks
-from featurize.operators import attention
-from featurize.operators.cuda_policy import as_on_cuda
+from featurize.operators.cuda_policy import as_on_cuda, build_with_flash_attn
 from featurize.operators.own_operators import replace_bitsandbytes
 from featurize.operators.replacing import replaced, without_collection
 from featurize.operators.torch_releases import complete, require_traceable
@@ -48,7 +47,6 @@ from featurize.recording.values import (
 from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.trace_cache import State
-from featurize.training.optimizers import state_tensors
 from featurize.training.rank import Rank, ReplicatedRank
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import (
@@ -57,6 +55,7 @@ from featurize.training.training_step import (
     TrainingStep,
     multiplies_8_bits,
     require_8_bits,
+    state_tensors,
     targets_for,
 )
 
@@ -354,7 +353,7 @@ class Tracing:
         elif isinstance(model, BuiltOnMeta) and (taken := model.taken()) is not None:
             built = surveyed(taken)
         else:
-            built = attention.building(lambda: build_on_meta(lambda: surveyed(model())))
+            built = build_with_flash_attn(lambda: build_on_meta(lambda: surveyed(model())))
         if not isinstance(built, nn.Module):
             return built
         _require_trainable(built)

@@ -21,7 +21,7 @@ from featurize.recording.block_record import is_composite
 from featurize.recording.recorder import KERNEL
 from featurize.recording.values import tensors_of
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
-from featurize.training.streams import Streams
+from featurize.training.rank import Streams
 
 # Operators of process groups, into given tensors (torch/csrc/distributed/c10d/Ops.cpp), and those of DTensor, which run
 # beside the kernels until a wait (Functional.cpp).

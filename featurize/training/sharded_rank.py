@@ -1,8 +1,9 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` makes `fully_shard` and FSDP1
-work on meta tensors, and reports the kinds of their memory to a recorder. The parts that it replaces are private to
-PyTorch; real ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py).
+Start reading at `ShardedRank`, which works within `pretended_ranks`: a trace is one rank of a process group without
+processes (`pretended_mesh`). `shards_on_meta` makes `fully_shard` and FSDP1 work on meta tensors, and reports the kinds
+of their memory to a recorder. The parts that it replaces are private to PyTorch; real ranks test it with the installed
+release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py).
 `ring_attention` is context parallelism, also for real ranks: keys and values are gathered or rotated, and partial
 outputs merged by their log-sum-exp, by torch.distributed.tensor.experimental.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -19,25 +21,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
-    _flat_param as flat,
-    _fully_shard as package,
-    _init_utils as flat_init,
-    _runtime_utils as runtime,
-    fully_sharded_data_parallel as wrapper,
+    _flat_param,
+    _fully_shard,
+    _init_utils,
+    _runtime_utils,
+    fully_sharded_data_parallel,
 )
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
 from torch.distributed.fsdp._fully_shard import (
-    _fsdp_collectives as collectives,
-    _fsdp_init as init,
-    _fsdp_param as param,
-    _fsdp_param_group as group,
-    _fsdp_state as state,
+    _fsdp_collectives,
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor, Shard, _dispatch as dispatch, _op_schema as op_schema, _random as random
+from torch.distributed.tensor import DTensor, Shard, _dispatch, _op_schema, _random, _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -48,11 +50,9 @@ from featurize.operators.tensor_parts import is_shared
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
 from featurize.recording.values import Inputs, mapped, named_tensors
-from featurize.training.experts import axes_of_groups, expert_mesh, mesh_of_sizes, pretended_mesh
-from featurize.training.rank import ReplicatedRank
+from featurize.training.rank import ReplicatedRank, Streams
 from featurize.training.ranks import Ranks
-from featurize.training.sharding import shard
-from featurize.training.streams import Streams
+from featurize.training.sharding import expert_mesh, mesh_of_sizes, real_tensors, shard
 from featurize.training.training_step import TrainingStep
 
 _lock = threading.RLock()  # groups and replacements are per process: one trace at a time
@@ -65,7 +65,7 @@ class ShardedRank(ReplicatedRank):
         parallel: The job.
         mesh: The mesh of all ranks.
         streams: The GPU's streams.
-        experts: Result of `featurize.training.experts.expert_mesh`, with `ep`.
+        experts: Result of `featurize.training.sharding.expert_mesh`, with `ep`.
     """
 
     divides_graphs = True
@@ -88,7 +88,9 @@ class ShardedRank(ReplicatedRank):
         context = super().attach(recorder)
         others = [mesh for mesh in (self._sequence, self._experts) if mesh is not None]
         # A group of all ranks has the name of the first mesh that it is part of.
-        self._ranks = Ranks(self._streams, axes_of_groups(*others, self._mesh))
+        names = ((mesh, name) for mesh in (*others, self._mesh) for name in mesh.mesh_dim_names or ())
+        axes: dict[str, str] = {mesh.get_group(name).group_name: name for mesh, name in names}
+        self._ranks = Ranks(self._streams, axes)
         recorder.among_ranks = self._ranks.ran
         return context if self._sequence is None else ring_attention(self._sequence, self.parallel)
 
@@ -142,6 +144,64 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 
 @contextlib.contextmanager
+def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Yield the mesh of a job's ranks, as one of them has it; nothing is sent within it.
+
+    Process groups of the caller are hidden inside, and restored afterwards.
+
+    Args:
+        parallel: The job.
+        rank: The rank's number, from 0.
+    """
+    # The import registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # Torch keeps its process groups in variables of its module.
+    replacements = {
+        "_pg_map": {},
+        "_pg_names": {},
+        "_pg_group_ranks": {},
+        "_pg_backend_config": {},
+        "_tags_to_pg": {},
+        "_pg_to_tag": {},
+        "_group_count": 1 << 30,  # names of groups are numbers; those of the caller's groups are smaller
+        "_world": distributed_c10d._World(),
+        "_backend": distributed_c10d._backend,
+        "_default_pg_init_method": distributed_c10d._default_pg_init_method,
+    }
+    changes: list[Change] = [(distributed_c10d, name, value) for name, value in replacements.items()]
+    # The start of a group replaces the hook by one that names the rank.
+    changes.append((sys, "excepthook", sys.excepthook))
+    calls = (torch.distributed, "init_process_group"), (torch.cuda, "set_device")  # of a model's own code
+    with contextlib.ExitStack() as stack:
+        # Finally, this process gets the rank of its own group back.
+        stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
+        stack.enter_context(all_replaced(changes))
+        # The backend that sends nothing.
+        distributed_c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.ranks)
+        try:
+            with real_tensors():
+                mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
+            _forget_plans()
+            with all_replaced((owner, name, lambda *_, **__: None) for owner, name in calls):
+                yield mesh
+        finally:
+            _forget_plans()
+            # Not destroy_process_group: that also removes the caller's groups from the registry.
+            for name in list(distributed_c10d._world.pg_names.values()):
+                distributed_c10d._unregister_process_group(name)
+
+
+def _forget_plans() -> None:
+    """Clear DTensor's cache of redistributions: its key is the mesh's shape, without groups and rank."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks do not need it
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide warnings that the real job shows too: of fully_shard on outputs that are views, and of DTensor on
     consecutive reductions."""
@@ -160,8 +220,7 @@ _ATTENTION = "scaled_dot_product_attention"
 def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks that share a batch's sequence with this one. Every rank of the job has to call it."""
     cp, tp = parallel.degrees.cp, parallel.degrees.tp
-    sizes = {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp}
-    return mesh_of_sizes(mesh, sizes)["cp"]
+    return mesh_of_sizes(mesh, {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp})["cp"]
 
 
 @contextlib.contextmanager
@@ -322,30 +381,35 @@ def _changes_of_fully_shard(streams: Streams, device: torch.device) -> tuple[Cha
         streams.name([out[0]], COMMUNICATION)  # kept until it is sent
         return out
 
-    inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
+    inputs: property = vars(_fsdp_param.FSDPParam)["all_gather_inputs"]
     streams_of_output = "record_grad_output_stream"  # from 2.15 on; it does nothing on CUDA
     return (
-        *((module, "_get_device_handle", lambda *_: streams) for module in (init, group, state, collectives)),
-        *((module, "_get_device_from_mesh", lambda _: device) for module in (init, package._fully_shard)),
-        (group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
-        (group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),
-        (param.FSDPParam, "all_gather_inputs", property(instead_of(inputs.fget, _copied_from_host))),
+        *(
+            (module, "_get_device_handle", lambda *_: streams)
+            for module in (_fsdp_init, _fsdp_param_group, _fsdp_state, _fsdp_collectives)
+        ),
+        *((module, "_get_device_from_mesh", lambda _: device) for module in (_fsdp_init, _fully_shard._fully_shard)),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),
+        (_fsdp_param.FSDPParam, "all_gather_inputs", property(instead_of(inputs.fget, _copied_from_host))),
         _heard(
-            param.FSDPParam,
+            _fsdp_param.FSDPParam,
             "init_all_gather_outputs",
             lambda _, made, *__: streams.name(made.all_gather_outputs, GATHERED),
         ),
-        _heard(collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION)),
-        _around(group, "foreach_reduce", foreach_reduce),
+        _heard(
+            _fsdp_collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION)
+        ),
+        _around(_fsdp_param_group, "foreach_reduce", foreach_reduce),
         *(
             (module, streams_of_output, lambda *_: None)
-            for module in [collectives]
+            for module in [_fsdp_collectives]
             if hasattr(module, streams_of_output)
         ),
         _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
-        (op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape),
+        (_op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape),
         # There are no random numbers to agree on.
-        *((module, "is_rng_supported_mesh", lambda _: False) for module in (dispatch, random)),
+        *((module, "is_rng_supported_mesh", lambda _: False) for module in (_dispatch, _random)),
     )
 
 
@@ -369,27 +433,27 @@ def _changes_of_flat(streams: Streams, device: torch.device) -> tuple[Change, ..
 
     return (
         (_FSDPDeviceHandle, "from_device", lambda _: streams),
-        (wrapper, "_init_device_handle", init_device_handle),
-        (flat_init, "_need_to_materialize_module", lambda *_: (False, False)),
-        *((module, "_no_dispatch_record_stream", streams.use) for module in (flat, runtime)),
-        (flat_init, "_get_compute_device", lambda *_: device),
+        (fully_sharded_data_parallel, "_init_device_handle", init_device_handle),
+        (_init_utils, "_need_to_materialize_module", lambda *_: (False, False)),
+        *((module, "_no_dispatch_record_stream", streams.use) for module in (_flat_param, _runtime_utils)),
+        (_init_utils, "_get_compute_device", lambda *_: device),
         # The norm is kept, and no operator makes it.
         _heard(
-            wrapper.FullyShardedDataParallel,
+            fully_sharded_data_parallel.FullyShardedDataParallel,
             "clip_grad_norm_",
             lambda _, model, *__: streams.name([model._zero_scalar], "buffer"),
         ),
         # Tensors without memory have no addresses: their storages are compared.
-        (flat, "_same_storage", _same_storage),
-        (flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
-        (runtime, "_catch_all_reshard", _catch_all_reshard),
-        _heard(flat.FlatParamHandle, "init_flat_param_attributes", name_parts),
-        _around(runtime, "_post_backward_hook", post_backward_hook),
-        _heard(runtime, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION)),
+        (_flat_param, "_same_storage", _same_storage),
+        (_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        (_runtime_utils, "_catch_all_reshard", _catch_all_reshard),
+        _heard(_flat_param.FlatParamHandle, "init_flat_param_attributes", name_parts),
+        _around(_runtime_utils, "_post_backward_hook", post_backward_hook),
+        _heard(_runtime_utils, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION)),
     )
 
 
-def _copied_from_host(inputs: Callable[..., Any], parameter: param.FSDPParam) -> Any:
+def _copied_from_host(inputs: Callable[..., Any], parameter: _fsdp_param.FSDPParam) -> Any:
     """Gather a copy of a shard that is in host memory."""
     if not parameter.offload_to_cpu:
         return inputs(parameter)
@@ -421,7 +485,7 @@ def _catch_all_reshard(state: Any) -> None:
         return
     is_shard = _same_storage(handle.flat_param, handle.flat_param._local_shard)
     if not is_shard or handle._skipped_use_sharded_views:
-        runtime._reshard(state, handle, runtime._should_free_in_backward(state, handle))
+        _runtime_utils._reshard(state, handle, _runtime_utils._should_free_in_backward(state, handle))
 
 
 class ShardStates:
@@ -449,7 +513,7 @@ class ShardStates:
         assert isinstance(state, tuple), "a result of `now`"
         with replaced(self._streams, "recorder", None), replaced(self._recorder, "paused", True):
             for module, wanted in zip(self._modules, state, strict=True):
-                if ShardedState.UNSHARDED in wanted:
+                if _fsdp_param.ShardedState.UNSHARDED in wanted:
                     module.unshard()
                 else:
                     module.reshard()

@@ -2,7 +2,11 @@
 
 Start reading at `wrap_for_rank` for real ranks, and at `shard`, which serves traces and real ranks alike. Styles of
 `apply_plan` have the names of plans of transformers' models (`base_model_tp_plan`), and are applied by PyTorch's
-`parallelize_module`. In a mixture, every rank has a part of each expert, and partial outputs are summed.
+`parallelize_module`. In a mixture, every rank has a part of each expert, and partial outputs are summed; or each rank
+keeps some experts, and tokens are sent to the ranks of theirs and back (`divide_experts`). A trace does not know where
+a router sends tokens: there, each rank receives as many as it sends.
+
+Shape suffixes: T tokens of a rank, K experts of a token, R rows that a rank receives, E width, X experts.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ import contextlib
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -38,13 +44,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from conf.errors import UsageError, shown
 from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, WRAPPED, Parallel
 from featurize.nets.checkpointing import repeated_blocks
-from featurize.operators.tensor_parts import local_tensor, own_part
-from featurize.training.experts import divide_experts
-from featurize.training.optimizers import OwnOptimizer, run_step
+from featurize.nets.modules import RoutedExperts
 
 _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 _STRATEGIES = {  # whether parameters are freed after the forward pass, whether there are replicas
@@ -115,7 +120,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         model: The model, before its optimizer is made.
         parallel: The degrees and FSDP2's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        experts: Result of `featurize.training.experts.expert_mesh`, with `ep`.
+        experts: Result of `expert_mesh`, with `ep`.
 
     Raises:
         UsageError: No module is of a class in `wrap`, or the plan or `ep` does not fit the model.
@@ -136,7 +141,7 @@ def split_modules(
         model, parallel, mesh, experts: As in `shard`.
 
     Returns:
-        Modules with the experts of each mixture, as from `featurize.training.experts.divide_experts`.
+        Modules with the experts of each mixture, as from `divide_experts`.
     """
     if parallel.degrees.tp > 1:
         apply_plan(model, parallel.tensor.tp_plan, mesh["tp"], whole_experts=parallel.degrees.ep > 1)
@@ -260,36 +265,6 @@ def wrap_for_rank(model: nn.Module, parallel: Parallel) -> nn.Module:
     )
 
 
-class LocalOptimizer(OwnOptimizer):
-    """Updates parts of parameters; reads and frees gradients where the wrapper leaves them.
-
-    Args:
-        parameters: Parameters of the wrapped model.
-        make: Returns an elementwise optimizer for given parameters.
-    """
-
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
-        self._pairs = [(p, nn.Parameter(local_tensor(p.detach()), requires_grad=p.requires_grad)) for p in parameters]
-        self.inner: list[torch.optim.Optimizer] = [make([own_copy for _, own_copy in self._pairs])]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients, or fill them with zeros."""
-        for parameter, _ in self._pairs:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                local_tensor(parameter.grad).zero_()
-
-    def step(self) -> None:
-        for parameter, own_copy in self._pairs:
-            own_copy.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
-        run_step(self.inner[0])
-        for _, own_copy in self._pairs:
-            own_copy.grad = None
-
-
 STYLES: Mapping[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -395,8 +370,7 @@ OF_PARAMETERS: Mapping[str, int] = {"colwise": -2, "packed_colwise": -2, "rowwis
 def rules_of_experts(plan: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Return the rules of a plan that apply to experts, path of their module -> name of a parameter -> style, and the
     other rules."""
-    paths = [path for path, style in plan.items() if style == STYLE]
-    of_experts: dict[str, dict[str, str]] = {path: {} for path in paths}
+    of_experts: dict[str, dict[str, str]] = {path: {} for path, style in plan.items() if style == STYLE}
     others = {}
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")
@@ -499,3 +473,229 @@ class _SummedGradient(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the ranks of a mesh in other dimensions, with new groups. Every rank has to call it.
+
+    Args:
+        mesh: The mesh of all ranks of a job.
+        sizes: Name of a dimension -> its size, the outermost first.
+    """
+    with real_tensors():
+        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Give the mesh a real tensor of ranks while entered, as it reads the tensor."""
+    with torch.device("cpu"), _disable_current_modes():
+        yield
+
+
+_NAME = "experts"  # name of the module that holds a mixture's experts
+_KNOWN = (
+    "a module named `experts` whose parameters are [experts, ...] and whose forward pass takes (tokens, top_k_index, "
+    "top_k_weights), as in transformers, or (tokens, num_tokens_per_expert), as in torchtitan"
+)
+
+
+def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
+    """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts;
+    in a pipeline, within each stage. Every rank of the job has to call it."""
+    sizes = {EXPERT_REPLICAS: parallel.degrees.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.degrees.ep}
+    return mesh_of_sizes(mesh, {"stages": parallel.degrees.pp, **sizes})[tuple(sizes)]
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:
+    """Keep this rank's experts of each mixture, and make its forward pass exchange tokens. Changes the model.
+
+    Args:
+        model: The model, before its optimizer is made.
+        mesh: The mesh of the ranks that have different experts.
+        sharing: The mesh of those among them with the same tokens, which exchange a part each; None: no tokens are
+            shared.
+
+    Returns:
+        The modules that hold experts, in a list for each mixture.
+
+    Raises:
+        UsageError: The model has no mixture of a known kind, or its experts do not divide.
+    """
+    mixtures = []
+    for path, module in list(model.named_modules()):
+        if isinstance(module, RoutedExperts):
+            if sharing is not None:
+                raise UsageError(f"parallel: ep with tp: {path} ({type(module).__name__}) is not divided; leave tp out")
+            mixtures.append(_divide_places(path, module, mesh))
+        elif path.rpartition(".")[2] == _NAME:
+            mixtures.append(_divide_grouped(path, module, mesh, sharing))
+    if not mixtures:
+        raise UsageError(f"parallel: ep: the model has no experts of a known kind: {_KNOWN}")
+    return mixtures
+
+
+def expert_counts(model: nn.Module) -> set[int]:
+    """Return the numbers of experts of mixtures that `divide_experts` supports: a degree of `ep` divides all of
+    them."""
+    counts = {module.experts for module in model.modules() if isinstance(module, RoutedExperts)}
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == _NAME and not isinstance(module, nn.ModuleList):
+            sizes = _sizes_of(module)
+            if len(sizes) == 1 and _exchange_of(module) is not None:
+                counts |= sizes
+    return counts
+
+
+def _sizes_of(module: nn.Module) -> set[int]:
+    return {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() > 1}
+
+
+def _exchange_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    return _EXCHANGES.get(len(inspect.signature(module.forward).parameters))
+
+
+def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None) -> list[nn.Module]:
+    """Divide experts that lie side by side in each parameter of one module."""
+    sizes, exchange, signature = _sizes_of(module), _exchange_of(module), inspect.signature(module.forward)
+    if len(sizes) != 1 or exchange is None or (sharing is not None and exchange is not _of_choices):
+        raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
+    experts = sizes.pop()
+    _keep_own(path, module, experts, mesh)
+    if hasattr(module, "num_experts"):
+        vars(module)["num_experts"] = experts // mesh.size()
+    own_forward, ranks = module.forward, _Ranks(mesh, experts)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = list(signature.bind(*args, **kwargs).arguments.values())
+        if sharing is None:
+            return exchange(own_forward, ranks, *given)
+        return _whole(
+            exchange(own_forward, ranks, *(_part(tensor, sharing) for tensor in given)), len(given[0]), sharing
+        )
+
+    # A module's own `forward` takes precedence over its class's, whatever wrapper changes the class.
+    vars(module)["forward"] = forward
+    return [module]
+
+
+def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[nn.Module]:
+    """Divide experts with equal numbers of places: tokens move before their first layer, and back after the last."""
+    for name in ("rise", "fall"):
+        _keep_own(f"{path}.{name}", getattr(module, name), module.experts, mesh)
+    ranks = _Ranks(mesh, module.experts)
+
+    def to_experts(_module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        parts: Tensor = ranks.exchange(args[0]).unflatten(0, (mesh.size(), -1))
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def to_tokens(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        return ranks.exchange(out.unflatten(1, (mesh.size(), -1)).transpose(0, 1).flatten(0, 1))
+
+    module.rise.register_forward_pre_hook(to_experts)
+    module.fall.register_forward_hook(to_tokens)
+    return [module.rise, module.fall]
+
+
+def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> None:
+    ranks = mesh.size()
+    if experts % ranks:
+        fitting = ", ".join(str(number) for number in range(2, experts + 1) if experts % number == 0)
+        raise UsageError(f"parallel: ep={ranks} does not divide the {experts} experts of {path}; ep can be {fitting}")
+    count = experts // ranks
+    first = mesh.get_local_rank() * count
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.shape[:1] == (experts,):
+            own_experts = parameter.detach()[first : first + count].clone()
+            setattr(module, name, nn.Parameter(own_experts, requires_grad=parameter.requires_grad))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that share a mixture's experts."""
+
+    mesh: DeviceMesh
+    experts: int
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.mesh.size()
+
+    def counts_of(self, counts_X: Tensor) -> Tensor:
+        """Return the number of rows that each rank sends to each of this rank's experts: [ranks, local experts]."""
+        return self.exchange(counts_X.view(self.mesh.size(), self.local_experts))
+
+    def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows to send to, and to receive from, each rank. In a trace, all ranks get equal
+        numbers, and the first ones the remainder."""
+        ranks = self.mesh.size()
+        if not sent.is_meta:
+            outward_and_inward: Sequence[list[int]] = torch.stack(
+                [sent.view(ranks, -1).sum(1), received.sum(1)]
+            ).tolist()
+            return outward_and_inward[0], outward_and_inward[1]
+        shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return shares, [shares[self.mesh.get_local_rank()]] * ranks
+
+    def experts_of(self, received: Tensor, rows: int) -> Tensor:
+        """Return the expert of each row that this rank receives, given the result of `counts_of`."""
+        if received.is_meta:
+            return torch.arange(rows, device=received.device).remainder_(self.local_experts)
+        numbers = torch.arange(self.local_experts, device=received.device).repeat(self.mesh.size())
+        return numbers.repeat_interleave(received.view(-1).long())
+
+    def exchange(self, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Return the rows that all ranks send to this one, equally many from each without numbers of rows."""
+        out = functional.all_to_all_single_autograd(rows.contiguous(), received, sent, self.mesh.get_group())
+        arrived: Tensor = functional.wait_tensor(out)
+        return arrived
+
+
+def _of_choices(
+    forward: Callable[..., Tensor], ranks: _Ranks, tokens_TE: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Send each choice of a token to its expert, as a token with a single choice; weight the returned rows."""
+    choices, (tokens, choices_each) = index_TK.reshape(-1), index_TK.shape
+    order = torch.argsort(choices)
+    sent = torch.zeros(ranks.experts, dtype=torch.int64, device=choices.device)
+    sent.scatter_add_(0, choices, torch.ones_like(choices))
+    received = ranks.counts_of(sent)
+    outwards, inwards = ranks.sizes_of(sent, received, tokens * choices_each)
+    rows_RE = ranks.exchange(tokens_TE[order // choices_each], outwards, inwards)
+    expert_R = ranks.experts_of(received, sum(inwards))
+    out_RE = forward(rows_RE, expert_R.unsqueeze(-1), rows_RE.new_ones(sum(inwards), 1))
+    back = ranks.exchange(out_RE, inwards, outwards)
+    restored = torch.empty_like(back)
+    restored[order] = back
+    return (restored.view(tokens, choices_each, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TE.dtype)
+
+
+def _of_groups(forward: Callable[..., Tensor], ranks: _Ranks, tokens_RE: Tensor, counts_X: Tensor) -> Tensor:
+    """Send rows that are sorted by expert to their ranks; there, one expert's rows from all ranks are joined."""
+    received = ranks.counts_of(counts_X)
+    outwards, inwards = ranks.sizes_of(counts_X, received, len(tokens_RE))
+    rows_RE = ranks.exchange(tokens_RE, outwards, inwards)
+    order = torch.argsort(ranks.experts_of(received, sum(inwards)), stable=True)
+    out_RE = forward(rows_RE[order], received.sum(0))
+    restored = torch.empty_like(out_RE)
+    restored[order] = out_RE
+    return ranks.exchange(restored, inwards, outwards)
+
+
+# Arguments of a mixture's forward pass -> the function that exchanges its tokens.
+_EXCHANGES: Mapping[int, Callable[..., Tensor]] = {2: _of_groups, 3: _of_choices}
+
+
+def _part(shared: Tensor, sharing: DeviceMesh) -> Tensor:
+    """Return this rank's rows of a shared tensor; its gradient is gathered."""
+    replicated = DTensor.from_local(shared, sharing, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _whole(rows: Tensor, count: int, sharing: DeviceMesh) -> Tensor:
+    """Return the rows of all ranks that share tokens."""
+    size = torch.Size((count, *rows.shape[1:]))
+    parts = DTensor.from_local(
+        rows.contiguous(), sharing, [Shard(0)], run_check=False, shape=size, stride=(rows.shape[1], 1)
+    )
+    return parts.full_tensor()

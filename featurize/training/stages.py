@@ -31,7 +31,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.skeleton import container_of
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
-from featurize.training.streams import SentNote, StepMoment, Streams
+from featurize.training.rank import SentNote, StepMoment, Streams
 from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
@@ -327,8 +327,7 @@ class Stage:
                 if parameter is not None and not survey.uses[id(parameter)] & own_places:
                     del module._parameters[name]
                     vars(module)[name] = parameter.detach()
-        replaced_names = ("_forward_pre_hooks", "_forward_hooks", "forward")
-        self._own = {name: getattr(model, name) for name in replaced_names}
+        self._own = {name: getattr(model, name) for name in ("_forward_pre_hooks", "_forward_hooks", "forward")}
         self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these apply to the stage
         vars(model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 

@@ -20,14 +20,10 @@ from featurize.job.training_settings import Training
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.optimizers import OwnOptimizer, run_step, state_tensors
 from featurize.training.rank import SendingRank, dense_parameters
-from featurize.training.training_step import TrainingStep
+from featurize.training.training_step import MakeOptimizer, OwnOptimizer, TrainingStep, run_step, state_tensors
 
 _ALIGNMENT = 2  # each rank's part has an even number of elements: nccl_start_alignment_factor
-
-
-Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of the flag for non-finite values
 
 
@@ -61,7 +57,7 @@ class ZeroRank(SendingRank, OwnOptimizer, abc.ABC):
             parameter.register_post_accumulate_grad_hook(self._arrived)
         return model
 
-    def update(self, make: Make) -> ZeroRank:
+    def update(self, make: MakeOptimizer) -> ZeroRank:
         """Return the optimizer of the rank's part; call it after `wrap_model`."""
         with self.recorder:
             self._make_masters(make)
@@ -120,14 +116,14 @@ class ZeroRank(SendingRank, OwnOptimizer, abc.ABC):
         """Check the gradients, compute their norm, update the rank's part, and gather parameters."""
 
     @abc.abstractmethod
-    def _make_masters(self, make: Make) -> None:
+    def _make_masters(self, make: MakeOptimizer) -> None:
         """Make master weights and their optimizers, unless they are in host memory."""
 
     @abc.abstractmethod
     def _end_backward(self) -> None:
         """Reduce the gradients that wait, and keep the rank's."""
 
-    def _add_master(self, make: Make, weights: Tensor) -> None:
+    def _add_master(self, make: MakeOptimizer, weights: Tensor) -> None:
         master = nn.Parameter(weights)
         self._streams.name([master], MASTER)
         self.inner.append(make([master]))
@@ -156,7 +152,10 @@ class PartitionedRank(ZeroRank):
         self._trained, sizes, streams = trained, [p.numel() for p in trained], self._streams
         self._size = math.ceil(sum(sizes) / (_ALIGNMENT * self._ranks)) * _ALIGNMENT  # elements of each rank's part
         self._starts: dict[Tensor, int] = dict(zip(trained, itertools.accumulate(sizes, initial=0), strict=False))
-        self._own = self._own_parts()
+        # The part that the rank updates: parameter -> its first element there, and their number.
+        begin, end = self._size * self._rank, self._size * (self._rank + 1)
+        edges = {p: (max(begin - start, 0), min(end - start, p.numel())) for p, start in self._starts.items()}
+        self._own = {parameter: (first, last - first) for parameter, (first, last) in edges.items() if first < last}
         self._contiguous = self._zero.contiguous_gradients or self._offloads
         self._beside = streams.Stream() if self._zero.overlap_comm else streams.main
         self._buffers: list[Tensor] = []  # the first one holds the bucket
@@ -181,12 +180,6 @@ class PartitionedRank(ZeroRank):
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=self._trained[0].dtype, device=self._trained[0].device)
 
-    def _own_parts(self) -> dict[Tensor, tuple[int, int]]:
-        """Return the part that the rank updates: parameter -> its first element there, and their number."""
-        begin, end = self._size * self._rank, self._size * (self._rank + 1)
-        edges = {p: (max(begin - start, 0), min(end - start, p.numel())) for p, start in self._starts.items()}
-        return {parameter: (first, last - first) for parameter, (first, last) in edges.items() if first < last}
-
     def _slices(self, parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
         """Return the rank and the number of elements of each piece of consecutive parameters; neighbouring pieces of
         one rank are joined."""
@@ -201,7 +194,7 @@ class PartitionedRank(ZeroRank):
         of_ranks = itertools.groupby(pieces, key=lambda piece: piece[0])
         return [(rank, sum(count for _, count in of_rank)) for rank, of_rank in of_ranks]
 
-    def _make_masters(self, make: Make) -> None:
+    def _make_masters(self, make: MakeOptimizer) -> None:
         copy = self._part().detach().clone()
         if not self._offloads:
             self._add_master(make, copy.to(torch.float32))

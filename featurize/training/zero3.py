@@ -23,8 +23,9 @@ from featurize.job.layout import Zero
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from featurize.training.streams import OneStream, Streams
-from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of
+from featurize.training.rank import OneStream, Streams
+from featurize.training.training_step import MakeOptimizer
+from featurize.training.zero import FLAG, NORM, ZeroRank, gradient_of, norms_of
 
 
 class ZeroShardedRank(ZeroRank):
@@ -53,19 +54,8 @@ class ZeroShardedRank(ZeroRank):
                 shared.part = self._streams.empty(shared.count, shared.parameter, "parameter")
         return flat
 
-    def _make_masters(self, make: Make) -> None:
-        self._make_groups(make)
+    def _make_masters(self, make: MakeOptimizer) -> None:
         first = self._trained[0].parameter
-        self._bucket: Tensor | None = None
-        self._parts: dict[Shared, Tensor] = {}  # the rank's parts of the gradients
-        if self._zero.contiguous_gradients:
-            self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
-        if not self._offloads:
-            self._gradients = torch.zeros(sum(self._counts), dtype=first.dtype, device=first.device)
-            self._streams.name([self._gradients], "gradient")
-            self._parts = dict(zip(self._trained, self._gradients.split(self._counts), strict=True))
-
-    def _make_groups(self, make: Make) -> None:
         self._groups: list[list[Shared]] = [[]]  # parameters that are updated together (`_create_fp16_sub_groups`)
         count = 0
         for shared in self._trained:
@@ -75,8 +65,16 @@ class ZeroShardedRank(ZeroRank):
             self._groups[-1].append(shared)
             count += shared.count
         for group in () if self._offloads else self._groups:
-            copy = torch.empty(sum(shared.count for shared in group), device=self._trained[0].parameter.device)
+            copy = torch.empty(sum(shared.count for shared in group), device=first.device)
             self._add_master(make, copy.clone())
+        self._bucket: Tensor | None = None
+        self._parts: dict[Shared, Tensor] = {}  # the rank's parts of the gradients
+        if self._zero.contiguous_gradients:
+            self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
+        if not self._offloads:
+            self._gradients = torch.zeros(sum(self._counts), dtype=first.dtype, device=first.device)
+            self._streams.name([self._gradients], "gradient")
+            self._parts = dict(zip(self._trained, self._gradients.split(self._counts), strict=True))
 
     # -- gradients
 
@@ -414,8 +412,7 @@ class SharedParameters:
             shared, place = self._to_come.popleft()
             self._fetched_for[shared] = place
             visited.add(shared)
-        room = self._zero.stage3_max_live_parameters - self._gathered
-        most = min(room, self._zero.stage3_prefetch_bucket_size)
+        most = min(self._zero.stage3_max_live_parameters - self._gathered, self._zero.stage3_prefetch_bucket_size)
         ahead: list[Shared] = []
         elements = 0
         while self._to_come and elements < most:

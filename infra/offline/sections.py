@@ -44,7 +44,7 @@ from conf.units import MIB
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.memory.allocator import AllocatorSettings
-from featurize.timing.step_time import operator_costs
+from featurize.timing.simulation import operator_costs
 from infra.offline.block_comparison import (
     ALLOCATOR,
     NONE,

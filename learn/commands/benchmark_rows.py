@@ -374,7 +374,7 @@ def _usable(
 
 def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:
     """Return the case, and where there is no such job, why: every estimator refuses it by that reason."""
-    from featurize.training.training_step import Training
+    from featurize.job.training_settings import Training
     from learn.fitting.published_jobs import case_of
 
     try:

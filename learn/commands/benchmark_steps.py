@@ -217,7 +217,7 @@ def _sets(fit: TimeFit, outside: np.ndarray, by: str | None) -> dict[str, dict[i
 
 
 def _notes(settings: BenchmarkSettings, parts: int, names: Sequence[str], asked: Mapping[str, Asked]) -> list[str]:
-    from featurize.timing.step_time import load_efficiencies
+    from featurize.timing.simulation import load_efficiencies
 
     how = {
         "cv": f"families of networks in {parts} parts, each part left out in turn",

@@ -26,9 +26,8 @@ from featurize.operators.replacing import without_collection
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.collectives import communicators_mib
-from featurize.timing.overlap import SimulatedStep
-from featurize.timing.step_time import time_step
-from featurize.timing.times import seconds_at_peak
+from featurize.timing.kernels import seconds_at_peak
+from featurize.timing.simulation import SimulatedStep, time_step
 from learn.estimation.bounds import move_by_runs, uncertainty_of, widest
 from learn.estimation.estimate_view import AMD_GPU, INFO, MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, TARGETS, WARNING, Note
 from learn.estimation.fitted_models import FittedModels, ModelQuestion

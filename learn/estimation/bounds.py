@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
 

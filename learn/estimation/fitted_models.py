@@ -22,7 +22,7 @@ from learn.job.training_job import PIPELINE
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
     from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnswerOptions
     from learn.estimators.protocol import Prediction

@@ -198,7 +198,7 @@ class Timing:
                                 backward, over those of a step time at the GPU model's peak rate in the job's precision.
                                 Recomputation by checkpoints does not count (PaLM, arXiv:2204.02311, appendix B). None
                                 where the GPU
-                  model has no such rate. See `featurize.timing.times.seconds_at_peak`
+                  model has no such rate. See `featurize.timing.kernels.seconds_at_peak`
     communication_ms   duration of the ranks' collectives in a step; `exposed_ms` of it is not hidden by computation,
                   and part of the step time
     bubble_ms     part of a pipeline's step time in which the rank waits for other stages

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
     from featurize.operators.library_calls import ConvolutionWorkspace, LibraryCall
     from featurize.recording.step_trace import RanksAlike
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
     from learn.estimation.job_estimate import Estimate
 
 
@@ -626,13 +626,13 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        from featurize.operators import attention
+        from featurize.operators.cuda_policy import build_with_flash_attn
         from featurize.recording.skeleton import build_on_meta
 
         factory = model
         try:
             with kept_from_exit():
-                model = attention.building(lambda: build_on_meta(factory))
+                model = build_with_flash_attn(lambda: build_on_meta(factory))
         except Exception:  # a factory may raise anything; the error is raised again where the model is traced
             return None
     return hidden_size_of(getattr(model, "config", None))

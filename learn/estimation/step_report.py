@@ -42,8 +42,8 @@ from featurize.memory.allocator import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.recording.values import tensors_of
-from featurize.timing.overlap import SimulatedStep
-from featurize.timing.times import precision_in_words
+from featurize.timing.kernels import precision_in_words
+from featurize.timing.simulation import SimulatedStep
 from learn.estimation.estimate_view import (
     OUT_OF_MEMORY,
     PROBLEM,
@@ -58,7 +58,7 @@ from learn.estimation.estimate_view import (
 from learn.job.training_job import PIPELINE
 
 if TYPE_CHECKING:
-    from featurize.timing.step_time import TimedStep
+    from featurize.timing.simulation import TimedStep
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.requests import Platform
     from learn.job.training_job import TrainingJob
@@ -185,7 +185,7 @@ def _breakdown(estimate: Estimate) -> Section | None:
 
 def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: SimulatedStep) -> Section | None:
     """Show the parts of the traced step's time, in the loop of the estimate's step time."""
-    from featurize.timing.step_time import time_step
+    from featurize.timing.simulation import time_step
 
     waits_ms = 0.0
     if estimate.loops["step_time"] == PIPELINE:
@@ -390,7 +390,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 WORKS, WAITS = "k1", "k0"  # colour classes
-# Prefix of a kernel's kind, as `featurize.timing.calls` names it -> name in the chart. The first match counts.
+# Prefix of a kernel's kind, as `featurize.timing.kernels` names it -> name in the chart. The first match counts.
 _NAMES = {
     "product": "matrix products",
     "attention": "attention",

@@ -2,7 +2,7 @@
 activity and occupancy of SMs, a host's time for a launch, bandwidth of collectives on NVLink.
 
 Start reading at `fit_power`, `ActivityFit.fitted`, `fit_hosts` and `fit_links`. The formulas are those of
-`featurize.timing.activity` (`kernel_power`, `kernel_activity`), `featurize.timing.times.host_ms` and
+`featurize.timing.activity` (`kernel_power`, `kernel_activity`), `featurize.timing.kernels.host_ms` and
 `featurize.timing.collectives.collective_s`. Launches are fitted to vTrain's steps under Megatron and to Zeus' steps
 under eager PyTorch; the spread of machines is fitted to Megatron's own tests.
 """
@@ -39,10 +39,9 @@ from featurize.timing.activity import (
     load_power,
     occupied_on,
 )
-from featurize.timing.calls import Calls, kernel_calls
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import LearnedEfficiencies, overlap_times, timed_kernels
-from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
+from featurize.timing.kernels import Calls, HostTime, call_seconds, host_ms, kernel_calls, kernels_on
+from featurize.timing.simulation import LearnedEfficiencies, overlap_times, timed_kernels
 from learn.fitting.kernel_fit import (
     Descent,
     MeasuredActivity,

@@ -1,6 +1,6 @@
 """Measured steps and kernels of a data folder, and the fit of the kernel model's efficiencies to them.
 
-Start reading at `measured_rows`, then at `TimeFit`; the formula is `featurize.timing.times.call_seconds`, on torch
+Start reading at `measured_rows`, then at `TimeFit`; the formula is `featurize.timing.kernels.call_seconds`, on torch
 tensors. All fits of kernels use `descend`, a gradient descent with priors.
 """
 
@@ -30,21 +30,29 @@ from featurize.families import gpt
 from featurize.job.training_settings import EAGER, Training, TrialConfig, uses_tf32
 from featurize.nets.vision import import_library
 from featurize.recording.step_trace import Operator
-from featurize.timing.calls import ATTENTION, GROUPS, HALF, STREAM, TENSOR, Calls, as_calls, kernel_calls, product
-from featurize.timing.step_time import OVERLAP, input_ms, overlap_times
-from featurize.timing.times import (
+from featurize.timing.kernels import (
+    ATTENTION,
     GROUP_VALUES,
+    GROUPS,
+    HALF,
     OTHER,
     SINGLE_VALUES,
+    STREAM,
+    TENSOR,
     UNIT_VALUES,
     UNITS,
+    Calls,
     Kernels,
     Parameters,
+    as_calls,
     call_seconds,
     host_ms,
+    kernel_calls,
     kernels_on,
+    product,
     units_names,
 )
+from featurize.timing.simulation import OVERLAP, input_ms, overlap_times
 from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
@@ -188,7 +196,7 @@ _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 INSTRUMENT_MS = 0.035  # start of the overhead of timing one kernel, by device and kind of measurement
-_HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.times` for a launch: hosts differ
+_HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.kernels` for a launch: hosts differ
 # Start of the logarithm by which kernels in a step of `LLM_FOUNDRY` take longer than alone: under FSDP, weights arrive
 # and gradients leave while the GPU computes.
 _LEFTOVER = 0.1
@@ -379,7 +387,7 @@ class TimeFit:
 
 
 def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
-    """Return `featurize.timing.step_time.overlap_times` of many steps; both arguments have a gradient at 0."""
+    """Return `featurize.timing.simulation.overlap_times` of many steps; both arguments have a gradient at 0."""
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 

@@ -20,9 +20,18 @@ import torch
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.timing.activity import ActivityParameters
-from featurize.timing.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS, PRODUCT, STREAM, Calls
-from featurize.timing.step_time import LearnedEfficiencies, load_efficiencies
-from featurize.timing.times import clock_ghz
+from featurize.timing.kernels import (
+    ATTENTION,
+    CONVOLUTION,
+    DEPTHWISE,
+    GROUPED,
+    GROUPS,
+    PRODUCT,
+    STREAM,
+    Calls,
+    clock_ghz,
+)
+from featurize.timing.simulation import LearnedEfficiencies, load_efficiencies
 from learn.fitting.kernel_fit import (
     ALONE,
     INSTRUMENT_MS,

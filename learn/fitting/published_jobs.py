@@ -28,7 +28,7 @@ from featurize.job.layout import Parallel
 from featurize.job.training_settings import MEGATRON, Training, uses_tf32
 from featurize.nets.vision import import_library
 from featurize.recording.step_trace import Operator, StepTrace
-from featurize.timing.calls import Calls, kernel_calls
+from featurize.timing.kernels import Calls, kernel_calls
 from featurize.trace.tracer import trace_step
 from learn.job.training_job import Case, TrainingJob
 from warehouse.exchange.published import TORCH_VERSION, PublishedRow, timm_config

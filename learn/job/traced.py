@@ -25,7 +25,7 @@ from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
     from featurize.trace.trace_cache import Traces
     from featurize.trace.tracer import TraceError
 
@@ -81,7 +81,7 @@ def steps_of(
         timeline: Whether to keep the allocator's state after every event in `memory.timeline`.
         traces: The job's traces that the caller keeps.
     """
-    from featurize.timing.step_time import time_steps
+    from featurize.timing.simulation import time_steps
 
     steps: dict[DeviceSpec, SimulatedStep | CommandError] = {}
     alike: dict[int, tuple[StepTrace, list[DeviceSpec]]] = {}
@@ -110,7 +110,7 @@ def _simulate(
 ) -> SimulatedStep:
     """Replay and price a traced step on one GPU model; of a pipeline, that of the rank that needs the most memory."""
     from featurize.memory.replay import replay
-    from featurize.timing.overlap import ranks_of_stages, simulate
+    from featurize.timing.simulation import ranks_of_stages, simulate
 
     on_card = partial(replay, spec=spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator)
     on_rank = partial(simulate, spec=spec, settings=job.settings, layout=job.parallel)
@@ -207,7 +207,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
 
     Objects that pickle cannot write (an open file, a lock, a weak reference) have no key: such a job is always traced.
     """
-    from featurize.operators import attention
+    from featurize.operators.cuda_policy import build_with_flash_attn
     from featurize.recording.skeleton import BuiltOnMeta, build_on_meta
 
     if job.key is not None or job.recorded is not None:
@@ -223,7 +223,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
             return None, build
         try:
             with kept_from_exit(), as_a_training_script():
-                model = attention.building(lambda: build_on_meta(job.build))
+                model = build_with_flash_attn(lambda: build_on_meta(job.build))
         except Exception:  # a factory may raise anything; it raises it again where it is traced
             return None, build
         if not isinstance(model, nn.Module):

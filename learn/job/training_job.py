@@ -26,7 +26,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import UsageError, shown
 from featurize.configs.trial import TrialConfig, canonical_json
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
-from featurize.job.training_settings import sharing_problem, training_of
+from featurize.job.training_settings import Training, TrainingSettings, sharing_problem, training_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from featurize.job.layout import Parallel
     from featurize.recording.step_trace import StepTrace
     from featurize.recording.values import Inputs
-    from featurize.training.training_step import TrainingSettings
 
 
 DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
@@ -492,7 +491,7 @@ class TrainingJob:
 
     def loading_ms(self, trace: StepTrace) -> float:
         """Return the time in ms that a plain loop takes to load the batches of a step."""
-        from featurize.timing.step_time import input_ms
+        from featurize.timing.simulation import input_ms
 
         return input_ms(trace, self.batch_size, training_of(self.settings).accumulation)
 
@@ -598,7 +597,6 @@ def of_module(
     from torch import nn
 
     from featurize.recording.values import shape_of, tensors_of
-    from featurize.training.training_step import Training
 
     dtype = torch_dtype(input_dtype)
     makers = [maker_of_batch(batch, wanted, dtype) for batch, wanted in batches]

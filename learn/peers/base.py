@@ -27,8 +27,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.training_settings import TrainingSettings
 from featurize.recording.skeleton import build_on_meta, kept_results
 from featurize.recording.values import Inputs, call, own_loss, tensors_of
-from featurize.training.optimizers import make_optimizer
-from featurize.training.training_step import AUTOCAST_DTYPES, cross_entropy, targets_for
+from featurize.training.training_step import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
 from learn.estimators.protocol import (
     Estimator,
     ResidualPrediction,

@@ -291,7 +291,7 @@ class Screening:
 
     def count_experts(self) -> set[int]:
         """Return the numbers of experts in the model's mixtures."""
-        from featurize.training.experts import expert_counts  # its imports take a while
+        from featurize.training.sharding import expert_counts  # its imports take a while
 
         return set() if self.model is None else expert_counts(self.model)
 

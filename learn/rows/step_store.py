@@ -37,7 +37,7 @@ from learn.rows.data import Rows, Target
 
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
     from warehouse.files.folder import DataFolder
 
 

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from featurize.job.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
 from featurize.job.training_settings import Training
 from featurize.operators.own_operators import elements
-from featurize.training.optimizers import make_optimizer, state_tensors
+from featurize.training.training_step import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.fake_cuda import CUDA, giving
 from learn.script.process_group import RankZero
@@ -242,7 +242,7 @@ class DeepSpeedEngine(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer of DeepSpeed's: it holds the settings from which the engine makes an optimizer, and has no state.
 
-    our_name        its name in `featurize.training.optimizers`
+    our_name        its name in `featurize.training.training_step`
     implementation  its implementation there; None: the default one
     """
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.autocast import Autocast
+from featurize.operators.cuda_policy import Autocast
 from featurize.operators.replacing import replace_attribute, replace_in, replaced
 from featurize.recording.recorder import Recorder
 

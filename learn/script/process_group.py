@@ -28,8 +28,7 @@ from featurize.operators.torch_releases import SHARDS, complete_collectives, ref
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
-from featurize.training.rank import Replica
-from featurize.training.streams import Streams
+from featurize.training.rank import Replica, Streams
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 from learn.script.records import note

@@ -30,14 +30,13 @@ from featurize.device.device_spec import device_from_mapping
 from featurize.job.training_settings import GRAPH_MODES
 from featurize.memory.cudnn_workspaces import search_settings
 from featurize.nets.vision import mend_torchvision
-from featurize.operators.autocast import Autocast
-from featurize.operators.cuda_policy import as_on_cuda
+from featurize.operators.cuda_policy import Autocast, as_on_cuda
 from featurize.operators.replacing import replace_attribute, replace_in
 from featurize.operators.torch_releases import complete, matmul_allows_tf32
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.times import precision_in_words
+from featurize.timing.kernels import precision_in_words
 from featurize.trace.tracer import STEPS
 from featurize.training.training_step import AUTOCAST_DTYPES, WEIGHT_DTYPES
 from learn.script.command_line import ScriptCommand

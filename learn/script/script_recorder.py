@@ -28,7 +28,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BATCH
 from featurize.recording.values import ALL_KEPT, READ, UnknownValue
 from featurize.trace.tracer import STEPS
-from featurize.training.optimizers import state_tensors
+from featurize.training.training_step import state_tensors
 from learn.script.process_group import RankZero
 from learn.script.records import Setting
 

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from uneven_net import BATCH, WIDTH, Block
 
 from featurize.job.layout import Parallel
-from featurize.timing.pipeline_time import schedule_class
-from featurize.training.experts import expert_mesh
+from featurize.job.training_settings import Training
+from featurize.timing.pipeline_orders import SCHEDULES
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
-from featurize.training.sharding import shard_units, split_modules
-from featurize.training.training_step import Training, TrainingStep
+from featurize.training.sharding import expert_mesh, shard_units, split_modules
+from featurize.training.training_step import TrainingStep
 
 BLOCKS, CLASSES = 6, 5
 PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
@@ -174,7 +174,7 @@ def one_step(models, wrapped, parallel, mesh, place, batch, target):
     shape = len(batch) // parallel.chunks, *batch.shape[1:]
     numbers = range(place, parallel.stages, parallel.degrees.pp)
     stages = [stage_of(model, n, parallel, mesh, shape) for n, model in zip(numbers, wrapped, strict=True)]
-    run = schedule_class(parallel)(stages if parallel.parts > 1 else stages[0], parallel.chunks, loss_fn=loss_of)
+    run = SCHEDULES[parallel.order](stages if parallel.parts > 1 else stages[0], parallel.chunks, loss_fn=loss_of)
     step = TrainingStep(models, training(parallel), "cpu")
     first, last = place == 0, place == parallel.degrees.pp - 1
 

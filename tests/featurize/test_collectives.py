@@ -18,7 +18,7 @@ from featurize.timing.collectives import (
     fabric_of_axis,
     sent_bytes,
 )
-from featurize.timing.pipeline_time import finished_ms, orders_of
+from featurize.timing.pipeline_orders import finished_ms, orders_of
 
 A100, H100, RTX, V100 = (
     load_device(name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB", "RTX-3090", "V100-SXM2-16GB")

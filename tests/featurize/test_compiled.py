@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from featurize.job.training_settings import Training
 from featurize.recording import compiled
 from featurize.recording.compiled import AS_EAGER, MODELLED
 from featurize.recording.step_trace import StepTrace
-from featurize.timing.calls import model_flops
+from featurize.timing.kernels import model_flops
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, Stack
 from tests.featurize.trace_sums import alive_after
 

@@ -8,11 +8,11 @@ from test_compiled import ROWS, WIDTH, chain, net, traced, traced_net
 from torch import nn
 
 from featurize.device.device_spec import load_device
+from featurize.job.training_settings import Training
 from featurize.recording.block_record import AUTOTUNED, GRAPHED
 from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
-from featurize.timing.step_time import time_step
-from featurize.timing.times import packaged_hosts
-from featurize.training.training_step import Training
+from featurize.timing.kernels import packaged_hosts
+from featurize.timing.simulation import time_step
 from learn import estimate
 from learn.estimation.bounds import GRAPHS
 

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.recording.compiled import in_pieces
 from featurize.recording.step_trace import Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST
-from featurize.timing.step_time import delays_ms
+from featurize.timing.simulation import delays_ms
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Computes, Stack
 
 WIDTH = 96

@@ -6,12 +6,12 @@ from torch import nn
 
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
 from featurize.recording.skeleton import alike_blocks, built_to_shorten, with_blocks
 from featurize.recording.step_trace import deeper
-from featurize.timing.overlap import simulate
+from featurize.timing.simulation import simulate
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Stack
 
 WIDTH, DEPTH, SHALLOW = 64, 8, 4

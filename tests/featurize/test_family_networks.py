@@ -12,7 +12,7 @@ from featurize.families import dlrm, gnn, gpt, layers_of, loss_of, moe, rnn, tim
 from featurize.job.training_settings import Training
 from featurize.nets import vision
 from featurize.nets.modules import AttentionConvolution, GraphConvolution, RoutedExperts, SampleConvolution
-from featurize.timing.overlap import simulate
+from featurize.timing.simulation import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy
 

@@ -10,9 +10,9 @@ from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.sharding import shard
-from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.operators.table import SCALED_PRODUCT
-from featurize.timing.calls import FP8, TENSOR, as_calls, product
-from featurize.timing.step_time import load_efficiencies, timed_kernels
+from featurize.timing.kernels import FP8, TENSOR, as_calls, product
+from featurize.timing.simulation import load_efficiencies, timed_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
-from featurize.training.training_step import PRICED, Training
+from featurize.training.training_step import PRICED
 from learn import devices_that_fit, estimate
 from tests.featurize.small_nets import Block, Stack
 

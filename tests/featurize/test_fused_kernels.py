@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from featurize.job.training_settings import Training
 from featurize.recording.step_trace import StepTrace
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 
 ROWS, WIDTH, CLASSES = 256, 64, 4096

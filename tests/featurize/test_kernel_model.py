@@ -17,26 +17,30 @@ from featurize.families import family_names
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import Collective
 from featurize.timing.activity import KernelLoad, load_power, under_limit
-from featurize.timing.calls import (
+from featurize.timing.kernels import (
     FP32,
     PIPES,
     TENSOR,
     TF32,
+    HostTime,
     as_calls,
+    call_seconds,
+    framework_of,
+    host_ms,
     kernel_calls,
+    kernels_on,
     product,
     stream,
 )
-from featurize.timing.overlap import simulate
-from featurize.timing.step_time import (
+from featurize.timing.simulation import (
     TimedStep,
     features,
     load_efficiencies,
     operator_costs,
+    simulate,
     time_step,
     time_steps,
 )
-from featurize.timing.times import HostTime, call_seconds, framework_of, host_ms, kernels_on
 from featurize.trace.tracer import trace_config, trace_step
 from tests.family_cases import FAMILIES
 from tests.featurize.small_nets import dense

@@ -19,8 +19,8 @@ from torch.nn.modules import module as hooks
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.trace.tracer import TraceError, trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, linear_then
 
 OWNERS = (

@@ -23,9 +23,9 @@ from uneven_net import BATCH, WIDTH, Block
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.trace.tracer import trace_step
 from featurize.training.stages import DoesNotRepeat
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("pp")

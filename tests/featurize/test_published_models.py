@@ -9,12 +9,12 @@ from published_models import BATCH, MODELS
 from torch import nn
 
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.nets.vision import mend_torchvision
-from featurize.operators import cuda_policy
+from featurize.operators import own_operators
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import bytes_of
 
@@ -114,7 +114,7 @@ def test_a_detectors_samples_reach_their_limits(name):
     assert heads["roi_heads.box_head.fc6"] == BATCH * 512
     if name == "mask_rcnn":
         assert heads["roi_heads.mask_head.0.0"] == BATCH * 128  # the quarter that matches an object
-    assert {cuda_policy.PROPOSALS, cuda_policy.MATCHES} <= set(trace.assumed)
+    assert {own_operators.PROPOSALS, own_operators.MATCHES} <= set(trace.assumed)
 
 
 @pytest.mark.parametrize("length", [16, 20])

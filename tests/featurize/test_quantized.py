@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.job.training_settings import Training
 from featurize.nets.vision import import_library
 from featurize.operators.own_operators import Linear4Bit
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import alive_after, bytes_of
 

@@ -16,11 +16,11 @@ from torch.nn.modules import module as module_hooks
 
 from featurize.device.device_spec import load_device
 from featurize.families import get_family, loss_of
+from featurize.job.training_settings import Training
 from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import replay
 from featurize.trace import tracer
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_configs import small_config
 from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import most_of

@@ -16,11 +16,10 @@ from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
+from featurize.job.training_settings import Training
 from featurize.trace.tracer import trace_step
-from featurize.training.experts import divide_experts, expert_mesh
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
-from featurize.training.sharding import shard
-from featurize.training.training_step import Training
+from featurize.training.sharding import divide_experts, expert_mesh, shard
 from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("fsdp")

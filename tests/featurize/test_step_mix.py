@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from featurize.device.device_spec import load_device
+from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
 from featurize.nets.vision import import_library
 from featurize.trace import tracer
 from featurize.trace.later_steps import StepSequence
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 
 A100 = load_device("A100-SXM4-40GB")
 LENGTHS = (48, 128, 80, 128)

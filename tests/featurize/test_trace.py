@@ -10,10 +10,10 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
+from featurize.job.training_settings import Training
 from featurize.operators.library_calls import workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, linear_then
 from tests.featurize.trace_sums import alive, bytes_of
 

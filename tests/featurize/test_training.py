@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from featurize.job.training_settings import OPTIMIZERS
+from featurize.job.training_settings import OPTIMIZERS, Training
 from featurize.operators.torch_releases import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
-from featurize.training.training_step import Training, TrainingStep, cross_entropy
+from featurize.training.training_step import TrainingStep, cross_entropy
 
 
 def make_step(**settings):
@@ -59,7 +59,8 @@ class Operators(TorchDispatchMode):
         seen["operators"].append(str(func))
         return func(*args, **(kwargs or {}))
 
-from featurize.training.training_step import Training, TrainingStep, preload
+from featurize.job.training_settings import Training
+from featurize.training.training_step import TrainingStep, preload
 threads = len(os.listdir("/proc/self/task"))
 with Operators():
     preload()

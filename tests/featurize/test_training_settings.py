@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.job.training_settings import LOW_PRECISIONS, OPTIMIZERS
+from featurize.job.training_settings import LOW_PRECISIONS, OPTIMIZERS, Training
 from featurize.nets.vision import import_library
 from featurize.trace.tracer import trace_step
-from featurize.training.optimizers import make_optimizer
-from featurize.training.training_step import Training, TrainingStep
+from featurize.training.training_step import TrainingStep, make_optimizer
 from tests.featurize.small_nets import Block, Stack
 from tests.featurize.trace_sums import alive_after, bytes_of, most_of
 

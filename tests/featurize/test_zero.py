@@ -10,9 +10,9 @@ from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.deepspeed_config import read_deepspeed
 from featurize.job.layout import Parallel, parse_parallel
-from featurize.timing.overlap import communication_of
+from featurize.job.training_settings import Training
+from featurize.timing.simulation import communication_of
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.trace_sums import alive, bytes_of
 
 A100 = load_device("A100-SXM4-40GB")

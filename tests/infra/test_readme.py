@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from featurize.device.device_spec import load_device
-from featurize.timing.overlap import simulate
+from featurize.timing.simulation import simulate
 from featurize.trace.tracer import trace_config
 from infra import generate_docs
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp
-from featurize.timing.overlap import simulate
+from featurize.timing.simulation import simulate
 from featurize.trace.tracer import trace_config
 from learn import Estimate, FitSettings, Note, estimate, fit
 from learn.estimation.job_estimate import RankGroup

@@ -13,10 +13,15 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import EAGER, MEGATRON
-from featurize.timing.calls import FP32, TENSOR, as_calls, kernel_calls, product, stream
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import efficiencies_text, load_efficiencies, overlap_times, read_efficiencies, time_step
-from featurize.timing.times import HostTime, clock_ghz
+from featurize.timing.kernels import FP32, TENSOR, HostTime, as_calls, clock_ghz, kernel_calls, product, stream
+from featurize.timing.simulation import (
+    efficiencies_text,
+    load_efficiencies,
+    overlap_times,
+    read_efficiencies,
+    time_step,
+)
 from featurize.trace.tracer import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.fitting import constants_fit, kernel_fit

@@ -16,7 +16,7 @@ from torch import nn
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import get_family, mlp
-from featurize.training.training_step import Training
+from featurize.job.training_settings import Training
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation import answers
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest

@@ -10,7 +10,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
 from featurize.families import cnn, mlp, transformer
-from featurize.training.training_step import Training
+from featurize.job.training_settings import Training
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, TrainingJob, of_config, of_module
 from learn.judging.evaluate import evaluate

@@ -14,7 +14,6 @@ from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.families import mlp, moe
 from featurize.job.layout import Parallel
-from featurize.training.experts import pretended_mesh
 from learn import estimate, largest_batch, plan
 from learn.estimation.bounds import COMMUNICATION
 from learn.estimation.estimate_view import print_table
@@ -160,6 +159,8 @@ def test_what_several_gpus_do_not_go_with_is_refused(options, problem):
 @pytest.mark.parametrize("spread", [lambda net, mesh: fully_shard(net, mesh=mesh), distribute_module])
 @pytest.mark.needs_mode("fsdp")
 def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spread):
+    from featurize.training.sharded_rank import pretended_mesh  # it imports private parts of later releases
+
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pretended_mesh(Parallel(own=4)) as mesh:
         spread(model, mesh)

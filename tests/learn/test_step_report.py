@@ -11,7 +11,7 @@ from torch.cuda import _memory_viz
 from featurize.device.device_spec import describe_device
 from featurize.families import gpt, mlp
 from featurize.job.training_settings import Training
-from featurize.timing.step_time import input_ms, time_step
+from featurize.timing.simulation import input_ms, time_step
 from learn import devices_that_fit, estimate
 from learn.estimation.step_report import INPUT, time_parts
 from learn.job.traced import step_of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrialConfig
     from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import SimulatedStep
+    from featurize.timing.simulation import SimulatedStep
 
 
 SHARING = ("mps", "time_slicing")
@@ -132,7 +132,7 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in a virtual time that starts at 0."""
         import torch
 
-        from featurize.timing.overlap import ranks_of_stages, simulate
+        from featurize.timing.simulation import ranks_of_stages, simulate
         from featurize.trace.tracer import trace_config
 
         torch.set_num_threads(1)
@@ -180,7 +180,7 @@ class SimulatedDevice:
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
         """Report the operators of one step with their modelled times, whose sum is the modelled step time."""
-        from featurize.timing.step_time import operator_costs
+        from featurize.timing.simulation import operator_costs
         from warehouse.tables.schema import KERNEL_PHASES  # imports pyarrow: no threads in the trial server
         from workers.devices.training import dims_text, report_rows
 

@@ -86,8 +86,7 @@ def measure_training(
     import torch
 
     from featurize.families import get_family, layers_of, loss_of
-    from featurize.training.optimizers import state_tensors
-    from featurize.training.training_step import TrainingStep
+    from featurize.training.training_step import TrainingStep, state_tensors
 
     family = get_family(config.family)
 

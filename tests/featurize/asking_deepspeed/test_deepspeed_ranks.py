@@ -13,8 +13,8 @@ from rank_watch import loss_of
 from real_ranks import with_wide
 
 from featurize.job.layout import parse_parallel
+from featurize.job.training_settings import Training
 from featurize.trace.tracer import trace_step
-from featurize.training.training_step import Training
 from tests.featurize.trace_sums import alive, most_of
 
 RECORDED = json.loads((Path(__file__).parent / "deepspeed_runs.json").read_text())
