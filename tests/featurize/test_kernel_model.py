@@ -34,10 +34,10 @@ from featurize.timing.kernels import (
 )
 from featurize.timing.simulation import (
     TimedStep,
-    features,
     load_efficiencies,
     operator_costs,
     simulate,
+    time_features,
     time_step,
     time_steps,
 )
@@ -217,7 +217,7 @@ def test_figures_stay_in_their_ranges_on_every_device(family):
         costs = operator_costs(trace, spec, config)
         assert sum(cost.seconds for cost in costs) * 1e3 == pytest.approx(timed.busy_ms)
         assert all(cost.seconds > 0 and 0 <= cost.sm_share <= 1 and 0 <= cost.occupancy <= 1 for cost in costs)
-        assert all(math.isfinite(value) for value in features(timed).values())
+        assert all(math.isfinite(value) for value in time_features(timed).values())
 
 
 # -- the power of kernels, and what a power limit does to a step
