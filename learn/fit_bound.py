@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import numpy as np
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import output_problems
+from conf.files.outputs import output_problems, write_file
 from conf.plain_text import count_of
 from learn.estimation.bounds import CONTEXT, FRAGMENTATION, KERNELS, MEASURED, WORKSPACES
 from learn.estimation.job_estimate import COVERAGES
-from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_score, held_of, packaged_path
+from learn.estimators.protocol import LEVEL, PACKAGED_SHARES, BoundShares, bound_shares, group_score, held_of
 from learn.judging.evaluate import held_out_by, left_out_errors
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
@@ -69,7 +69,7 @@ class FitBoundSettings(Checked):
     @property
     def path(self) -> Path:
         """The file to write."""
-        return packaged_path() if self.out is None else Path(self.out)
+        return PACKAGED_SHARES if self.out is None else Path(self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +209,9 @@ def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:
 
 def entry(settings: FitBoundSettings) -> None:
     """Fit, write, and print the shares that held on left-out rows."""
-    from conf.files.outputs import write_file
-
     answers = read_answers(Path(settings.rows))
     fitted = fit_bound(answers)
-    write_file(settings.path, fitted.text().encode())
+    write_file(settings.path, (json.dumps(asdict(fitted), indent=1) + "\n").encode())
     for cause in MEASURED:
         print(f"{cause}: {fitted.of_causes[cause]:.3g}")
     for held in fitted.held:

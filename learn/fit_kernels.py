@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, key
-from conf.files.outputs import output_problems
+from conf.files.outputs import output_problems, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,6 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
-    from conf.files.outputs import write_file
     from featurize.job.training_settings import EAGER
     from featurize.timing.kernels import packaged_hosts
     from featurize.timing.simulation import efficiencies_text, load_efficiencies

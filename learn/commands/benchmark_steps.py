@@ -78,7 +78,11 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         steps=settings.rows,
         kernels=_OPERATORS,
         same_shapes=True,
-        wanted=lambda row: _is_wanted(row, settings),
+        wanted=lambda row: (
+            (settings.source is None or _OF_SOURCE[settings.source](row.source))
+            and settings.family in ("all", row.group)
+            and (settings.device_name is None or same_device(row.device.name, settings.device_name))
+        ),
     )
     tally.step()  # of the last row, before which it was called last
     fit = TimeFit(rows, WEIGHTS)
@@ -107,14 +111,6 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
         device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
         figures=judge(target, sets, bins, {name: asked[name] for name in names}),
         notes=tuple(dict.fromkeys([*_notes(settings, len(parts), names, asked), *notes])),
-    )
-
-
-def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
-    return (
-        (settings.source is None or _OF_SOURCE[settings.source](row.source))
-        and settings.family in ("all", row.group)
-        and (settings.device_name is None or same_device(row.device.name, settings.device_name))
     )
 
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.cli.command_line import StepBar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
+from conf.reports.blocks import Callout, Lead, print_blocks, table
 from featurize.job.code_names import trust_key
-from learn.estimators.protocol import ESTIMATORS, PREFERRED, default_estimator, get_estimator, require_target
+from learn.estimators.protocol import ESTIMATORS, OF_CONFIGS, PREFERRED, get_estimator, require_target
+from learn.fitting.artifacts import save_judged
+from learn.judging.evaluate import CV_FOLDS, Evaluation, evaluate, remarks
+from learn.judging.report import metric_rows
 from learn.rows.data import BIN_WIDTHS_GB, SLOWDOWN, TARGETS, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
-
-if TYPE_CHECKING:
-    from learn.judging.evaluate import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +118,6 @@ def fit(
     """
     if settings.target == SLOWDOWN:
         raise UsageError("target=slowdown: call learn.fit_slowdowns, which fits to groups of jobs")
-    from learn.fitting.artifacts import save_judged
-    from learn.judging.evaluate import CV_FOLDS, evaluate, remarks
-
     now = now or datetime.now(UTC)
     if settings.estimator is not None:
         require_target(get_estimator(settings.estimator), settings.target)
@@ -133,7 +131,9 @@ def fit(
         snapshot=settings.snapshot,
         trust=settings.trust,
     )
-    name = settings.estimator or default_estimator(rows)
+    # The hybrid, which starts from the trace, repeats the labels of simulated rows without learning anything; an
+    # estimator that reads configurations alone learns from them.
+    name = settings.estimator or (OF_CONFIGS if set(rows.source) == {"simulated"} else PREFERRED)
     kind = get_estimator(name)
     store = StepStore(settings.data)
     if kind.needs_trace:
@@ -185,9 +185,6 @@ def entry(settings: FitSettings) -> int:
         from learn.commands.sharing import fit_entry
 
         return fit_entry(settings)
-    from conf.reports.blocks import Callout, Lead, print_blocks, table
-    from learn.judging.report import metric_rows
-
     with StepBar(settings.target) as bar:
         fitted = fit(settings, progress=bar.update)
     rows = fitted.meta["rows"]

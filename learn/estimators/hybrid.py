@@ -6,13 +6,12 @@ share of the correction that applies to them, measured by leaving out one kind o
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -189,7 +188,7 @@ def _setting_unlike(axis: str, value: float, fitted: Sequence[float]) -> str:
     return f"{words.get(value, str(value))}: only {known} was fitted on"
 
 
-@functools.cache
+@cache
 def torch_release(version: str | None) -> str:
     """Return the release of torch of a case's environment, as 2.4; None: of the installed one."""
     release = re.match(r"(\d+)\.(\d+)", version or version_of("torch") or "")
@@ -596,7 +595,7 @@ def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
 
-@functools.cache
+@cache
 def _torch(version: str | None) -> float:
     """Return the release of torch of a case's environment as a number, 2.04 for 2.4.1; None: of the installed one."""
     major, minor = torch_release(version).split(".")

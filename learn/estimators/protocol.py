@@ -14,7 +14,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,7 @@ from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
 
 LEVEL = 0.99  # level of the bounds that are reported and judged
+PACKAGED_SHARES = Path(__file__).parents[1] / "estimation" / "bound_by_causes.json"
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
@@ -118,20 +119,11 @@ class BoundShares:
     held: tuple[HeldShare, ...] = ()
     rows: Mapping[str, int]
 
-    def text(self) -> str:
-        """Return the file's text."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-
-def packaged_path() -> Path:
-    """Return the path of the packaged file."""
-    return Path(__file__).parents[1] / "estimation" / "bound_by_causes.json"
-
 
 @functools.cache
 def bound_shares() -> BoundShares:
     """Return the packaged shares."""
-    stored = json.loads(packaged_path().read_text())
+    stored = json.loads(PACKAGED_SHARES.read_text())
     return BoundShares(
         of_causes=stored["of_causes"],
         scores={float(coverage): score for coverage, score in stored["scores"].items()},
@@ -277,15 +269,6 @@ class Estimator(ABC):
     def read_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Take over the fit whose arrays are in the folder, and whose other state `write_fit` returned."""
         return None
-
-
-def default_estimator(rows: Rows) -> str:
-    """Return the name of the default estimator for these rows.
-
-    The labels of simulated rows come from the trace. The hybrid starts from the trace, so it reproduces them without
-    learning anything. An estimator that reads configurations alone does learn from them.
-    """
-    return OF_CONFIGS if set(rows.source) == {"simulated"} else PREFERRED
 
 
 def get_estimator(name: str) -> type[Estimator]:

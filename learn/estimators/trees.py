@@ -560,16 +560,11 @@ class LightGBMEstimator(TabularEstimator):
             features,
             label,
             feature_name=[f"f{i}" for i in range(features.shape[1])],  # LightGBM's names may not hold JSON characters
-            categorical_feature=self.table.categorical,
+            categorical_feature=[i for i, name in enumerate(self.table.columns) if name in self.table.words],
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
-        booster = lightgbm.train(self._parameters(len(label)), table, num_boost_round=self.rounds)
-        return Trees.of_lightgbm([booster])
-
-    def _parameters(self, n: int) -> dict[str, Any]:
-        """Return settings for n rows. LightGBM's defaults, 20 rows a leaf and 100 a category, make a stump of 60
-        rows."""
-        return {
+        n = len(label)  # LightGBM's defaults, 20 rows a leaf and 100 a category, make a stump of 60 rows
+        parameters = {
             "objective": "regression",
             "learning_rate": 0.05,
             "num_leaves": 15 if n < 1000 else 31,
@@ -588,6 +583,7 @@ class LightGBMEstimator(TabularEstimator):
             "num_threads": 1,  # a sum's order depends on the threads, and small tables are faster on one
             "verbosity": -1,
         }
+        return Trees.of_lightgbm([lightgbm.train(parameters, table, num_boost_round=self.rounds)])
 
 
 def case_columns(cases: Sequence[Case]) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -646,11 +642,6 @@ class FeatureTable:
                 if column.dtype == object:
                     words.setdefault(name, set()).update(value for value in column.tolist() if value is not None)
         return cls(tuple(sorted(columns)), {name: tuple(sorted(seen)) for name, seen in sorted(words.items())})
-
-    @property
-    def categorical(self) -> list[int]:
-        """Positions of the categorical columns."""
-        return [i for i, name in enumerate(self.columns) if name in self.words]
 
     def matrix(self, cases: Sequence[Case]) -> np.ndarray:
         """Return (n, columns) float64; NaN is missing."""

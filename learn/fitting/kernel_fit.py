@@ -57,7 +57,7 @@ from featurize.trace.tracer import TraceError, trace_config, trace_step
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, layer_calls, mpt_config, mpt_loss
 from learn.rows.data import LabelledRow, load_rows
 from warehouse.exchange.imported_rows import DOUBT
-from warehouse.exchange.published_tables import PREFIX as LAYER, SAILOR_LAYERS
+from warehouse.exchange.published_tables import PREFIX, SAILOR_LAYERS
 
 Progress = Callable[[str, int, int], None]
 Values = Mapping[str, torch.Tensor]
@@ -590,8 +590,8 @@ def _measured_kernel(
     name: str, device_name: str | None, dims: str, dtype: str, phase: str | None, duration_us: float
 ) -> MeasuredTime:
     device = describe_gpu(device_name)
-    if name.startswith(LAYER):
-        return _measured_layer(name.removeprefix(LAYER), device, json.loads(dims), dtype, phase, duration_us)
+    if name.startswith(PREFIX):  # a layer, not an operator
+        return _measured_layer(name.removeprefix(PREFIX), device, json.loads(dims), dtype, phase, duration_us)
     operator = _operator(name, json.loads(dims), dtype)
     if operator is None:
         raise RowLeftOut(f"kernels of {name}")

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from conf.errors import UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_from_mapping
@@ -66,14 +65,11 @@ def known_workload(name: str, batch_size: int) -> TrainingJob:
     return known[name.lower()](name, batch_size)
 
 
-_workload = partial(TrainingJob, settings=Training())
-
-
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the cross entropy of [N, classes]. Models without a head return features; their mean costs the same."""
     while not isinstance(output, torch.Tensor):
         output = output[0]
-    return functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
+    return nn.functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
 
 
 def _vision(
@@ -83,7 +79,9 @@ def _vision(
     network."""
     import_library(library)
     build, batch = partial(_built, library, factory, arguments), partial(_image_batch, batch_size, side)
-    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=_first_logits_loss)
+    return TrainingJob(
+        name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=_first_logits_loss
+    )
 
 
 def _built(library: str, factory: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -106,7 +104,7 @@ def _language(model: str, config: str, head: str, name: str, batch_size: int, **
     build = partial(_built, "transformers", model, {"config": configuration})
     batch = partial(_token_batch, batch_size, configuration.vocab_size, head)
     loss = _next_token_loss if head == "next_token" else None
-    return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
+    return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
 
 
 def _token_batch(batch_size: int, vocabulary: int, head: str, device: str) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -118,7 +116,7 @@ def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
     """Return the loss of [N, T, V] against the next tokens; both are copied, as transformers' own losses do."""
     logits = output.logits[:, :-1, :].contiguous()
     following = targets[:, 1:].contiguous()
-    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 _BERT = ("BertForMaskedLM", "BertConfig", "masked_token")
@@ -436,16 +434,16 @@ class _Block(nn.Module):
         split = self.qkv(self.before(x)).view(batch, length, -1, 3 * self.head_size).transpose(1, 2)
         attended = self._attend(*split.chunk(3, -1)).transpose(1, 2).reshape(batch, length, -1)
         x = x + self._drop(self.out(attended))
-        return x + self._drop(self.down(functional.gelu(self.up(self.between(x)))))
+        return x + self._drop(self.down(nn.functional.gelu(self.up(self.between(x)))))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.fused:
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         # Megatron's softmax kernel also scales and masks.
-        return self._drop(functional.softmax(query @ key.transpose(-2, -1), dim=-1)) @ value
+        return self._drop(nn.functional.softmax(query @ key.transpose(-2, -1), dim=-1)) @ value
 
     def _drop(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.dropout) if self.dropout else x
+        return nn.functional.dropout(x, self.dropout) if self.dropout else x
 
 
 class _Gpt(nn.Module):
@@ -463,7 +461,7 @@ class _Gpt(nn.Module):
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def megatron_settings(micro_batches: int, fused: bool) -> Training:
@@ -539,7 +537,7 @@ def mpt_config(cells: Mapping[str, str]) -> gpt.Config:
 
 def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each token."""
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -513,8 +513,8 @@ def paper_mapping(
     tables: Mapping[str, FigureTable], notes: Sequence[str], settings: BenchmarkSettings
 ) -> dict[str, Any]:
     """Return the tables' rows; values may be dataclasses."""
-    about = {"source": GPUMEMNET, "settings": settings, "notes": notes}
-    return about | {name: table.rows for name, table in tables.items()}
+    rows = {name: table.rows for name, table in tables.items()}
+    return {"source": GPUMEMNET, "settings": settings, "notes": notes, **rows}
 
 
 def paper_page(tables: Mapping[str, FigureTable], notes: Sequence[str]) -> Page:

@@ -6,13 +6,12 @@ Fits of constants have no near-copies: `judged_by_splits` leaves out masks of th
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -405,5 +404,5 @@ def judged_by_splits(
     learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
     errors = {LEARNED_FROM: errors_by(learned)}
     for split, masks in splits.items():
-        errors[split] = left_out_errors(errors[LEARNED_FROM], masks, functools.partial(errors_without, split))
+        errors[split] = left_out_errors(errors[LEARNED_FROM], masks, partial(errors_without, split))
     return learned, errors

@@ -304,7 +304,10 @@ def _heatmap(key: str, done: Benchmark, answering: Sequence[Figures]) -> tuple[B
 def _by_batch(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:
     curves: dict[str, Line] = {}
     for figures in answering:
-        by_batch = errors_by(_power_of_two, figures.rows, None, done.target.space)
+        # Each batch size counts as the highest power of two up to it.
+        by_batch = errors_by(
+            lambda row: 2 ** int(math.log2(max(row.batch_size, 1))), figures.rows, None, done.target.space
+        )
         if by_batch:
             curves[figures.estimator] = [(batch, float(np.median(errors))) for batch, errors in by_batch.items()]
     points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
@@ -314,11 +317,6 @@ def _by_batch(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...
     low, high = (limit(0.0, *(error for _, error in points)) for limit in (min, max))
     y_axis = Axis.of(max(-most, low), min(most, high))
     return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.error_kind} error, median")
-
-
-def _power_of_two(row: Scored) -> int:
-    """Return the highest one up to the batch size."""
-    return int(2 ** math.floor(math.log2(max(row.batch_size, 1))))
 
 
 def confusion(done: Benchmark, answering: Sequence[Figures]) -> tuple[Block, ...]:

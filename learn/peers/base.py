@@ -11,7 +11,6 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils.hooks import RemovableHandle
 
 from conf.cli.commands import advice_for
 from conf.errors import CommandError, exception_line
@@ -43,7 +41,7 @@ from learn.rows.step_store import StepStore
 NetT = TypeVar("NetT", bound=nn.Module)
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet_torch(seed: int) -> Iterator[None]:
     """Run with one thread and a random state of `seed`; both are restored on leaving."""
     threads = torch.get_num_threads()
@@ -152,7 +150,6 @@ class Peer(Estimator):
     changes the job's model, torch's random state or any other global state.
     """
 
-    name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None] = ("memory",)
     warning: ClassVar[str] = NO_BOUND
 
@@ -200,7 +197,7 @@ def _plain_reason(error: Exception) -> str:
     return advice or exception_line(error)
 
 
-@contextmanager
+@contextlib.contextmanager
 def refused_by_any_error(reason_of: Callable[[Exception], str] = _plain_reason) -> Iterator[None]:
     """Turn any error into `CannotEstimate`, the last resort: a model may raise anything anywhere."""
     try:
@@ -300,20 +297,16 @@ def leaf_outputs(
         if not running.pop():
             outputs.append((module, [(t.shape, t.numel() * t.element_size()) for t in tensors_of(output)]))
 
-    handles: list[RemovableHandle] = []
-    try:
-        with explain_errors("the forward pass"), torch.no_grad():
-            for module in model.modules():
-                handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-            inputs, _targets = workload.batch(device)
-            call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, explain_errors("the forward pass"), torch.no_grad():
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before))
+            hooks.enter_context(module.register_forward_hook(after))
+        inputs, _targets = workload.batch(device)
+        call(model, inputs)
     return outputs
 
 
-@contextmanager
+@contextlib.contextmanager
 def explain_errors(doing: str) -> Iterator[None]:
     """Turn any error of the model into `CannotEstimate` that names the operator and the module."""
     operators = _Operators()

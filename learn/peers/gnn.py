@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from learn.estimators.protocol import (
     LEVEL,
@@ -310,7 +309,7 @@ def train(
 
     def loss_of(part: np.ndarray) -> Tensor:
         error = _errors(net, batch_of([graphs[i] for i in part]), label[part], censored[part])
-        return F.smooth_l1_loss(error, torch.zeros_like(error), beta=tolerance)
+        return nn.functional.smooth_l1_loss(error, torch.zeros_like(error), beta=tolerance)
 
     def held_out_loss() -> float:
         with torch.no_grad():

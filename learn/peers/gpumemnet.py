@@ -30,7 +30,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from conf.errors import CommandError
 from featurize.configs.features import KINDS, feature_columns
@@ -475,7 +474,9 @@ class _Encoder(nn.Module):
         n, length, width = x_NLD.shape
         parts = self.into(self.norms[0](x_NLD)).view(n, length, 3, self.heads, width // self.heads)
         q_NHLd, k_NHLd, v_NHLd = parts.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd, attn_mask=there_NL[:, None, None, :])
+        attended = nn.functional.scaled_dot_product_attention(
+            q_NHLd, k_NHLd, v_NHLd, attn_mask=there_NL[:, None, None, :]
+        )
         x_NLD = x_NLD + self.out(attended.transpose(1, 2).reshape(n, length, width))
         return x_NLD + self.forward_part(self.norms[1](x_NLD))
 
@@ -534,7 +535,7 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
     """Return (n,) minus the logarithm of the net's probability of the row's class, or of it and all above."""
     logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
-    loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
+    loss_N = nn.functional.cross_entropy(logits_NC, class_N, reduction="none")
     if not or_above_N.any():
         return loss_N
     below_NC = torch.arange(logits_NC.shape[1]) < class_N[:, None]
