@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
@@ -16,7 +16,7 @@ from learn.estimation.bounds import HELD_OUT
 from learn.estimation.estimate_view import INFO, TARGETS, WARNING
 from learn.estimation.job_estimate import COVERAGES, Memory
 from learn.estimators.protocol import LEVEL
-from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, versions
+from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, newest, versions
 from learn.job.traced import steps_of
 from learn.job.training_job import PIPELINE
 from warehouse.files.folder import DataFolder
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import AnswerOptions
     from learn.estimators.protocol import Prediction
-    from learn.fitting.artifacts import Wanted
     from learn.job.training_job import Case
     from learn.rows.step_store import StepStore
 
@@ -139,36 +138,38 @@ class FittedModels:
         that loop answer; memory, which hardly depends on the loop, is answered by any.
         """
         named, loop = self._options.estimator, self._options.loop
-        wanted: Wanted = {
-            "estimator": named,
-            "family": None if case.config is None else case.family,
-            "device": case.device,
-            "for_modules": case.config is None,
-        }
+        newest_fitting = partial(
+            newest,
+            estimator=named,
+            family=None if case.config is None else case.family,
+            device=case.device,
+            for_modules=case.config is None,
+        )
         absent = named is not None and "memory" not in self._packaged
         # Memory at least must be fitted.
-        if absent and find_latest(self._kept["memory"], "memory", **wanted) is None:
-            with_these = ", ".join(f"{name}={value}" for name, value in wanted.items() if isinstance(value, str))
+        if absent and newest_fitting(self._kept["memory"], "memory") is None:
+            with_these = ", ".join(
+                f"{name}={value}" for name, value in newest_fitting.keywords.items() if isinstance(value, str)
+            )
             raise UsageError(
                 f"no fitted model for target=memory with {with_these}; fit one: python -m learn.fit target=memory "
                 f"estimator={named}"
             )
-        learnt: Wanted = {**wanted, "learnt": True}
         questions = []
         for target in TARGETS:
-            newest, passed_over = None, tuple[str, ...]()
+            fitted, passed_over = None, tuple[str, ...]()
             try:
-                newest = find_latest(self._kept[target], target, **learnt)
+                fitted = newest_fitting(self._kept[target], target, learnt=True)
             except StaleArtifact as error:
                 if named is not None:
                     raise
                 passed_over = (str(error),)
-            known = [model for model in (newest, self._packaged.get(target)) if model is not None]
+            known = [model for model in (fitted, self._packaged.get(target)) if model is not None]
             of_loop = (model for model in known if target == "memory" or loop in (None, *model.loops))
             artifact = next(of_loop, None)
             of_plain_loops = artifact is not None and artifact.loops == {PIPELINE}
             looped = of_plain_loops and _in_plain_loop(case) is not case
-            question = ModelQuestion(target, artifact, artifact is not newest, passed_over, looped)
+            question = ModelQuestion(target, artifact, artifact is not fitted, passed_over, looped)
             questions.append(self._questions.setdefault((target, artifact and artifact.path, passed_over), question))
         return questions
 

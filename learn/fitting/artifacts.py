@@ -1,6 +1,6 @@
 """Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
 
-Start reading at `save_artifact` and `find_latest`. A version appears in one step, and is never changed. A damaged one
+Start reading at `save_artifact` and `newest`. A version appears in one step, and is never changed. A damaged one
 (`verify_files`) is reported in one line, and the next older version takes its place.
 
 The artifact's JSON (`meta.json`) has the key `"files"`: `{relative path: {"sha256": hex, "bytes": n}}` for every
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from conf.errors import EnvironmentProblem
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
@@ -416,23 +416,6 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(path, meta)
 
 
-class Wanted(TypedDict, total=False):
-    """Properties that `newest` chooses by."""
-
-    estimator: str | None
-    family: str | None
-    device: str | None
-    source: str | None
-    learnt: bool
-    for_modules: bool
-
-
-def find_latest(data: DataPlace | list[Artifact], target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
-    """Return `newest` of the same arguments. Raises `StaleArtifact` where its features were computed by other code."""
-    artifact = newest(data, target, **wanted)
-    return None if artifact is None else require_current(artifact)
-
-
 def newest(
     data: DataPlace | list[Artifact],
     target: str,
@@ -443,12 +426,13 @@ def newest(
     source: str | None = None,
     learnt: bool = False,
     for_modules: bool = False,
+    stale: bool = False,
 ) -> Artifact | None:
     """Return the newest version that was fitted on rows of that family, device and source (None: any), or None.
 
     Without `estimator`, the hybrid's is preferred. `learnt` skips training-free estimators. `for_modules` takes only
-    estimators that read traced steps and were fitted on rows of real devices. The version's features may be those of
-    other code. `data` may be the target's versions, if these are open already.
+    estimators that read traced steps and were fitted on rows of real devices. `data` may be the target's versions, if
+    these are open already. Raises `StaleArtifact` where the version's features are those of other code, unless `stale`.
     """
     fitting = [
         artifact
@@ -458,11 +442,13 @@ def newest(
         and (family is None or family in artifact.meta["rows"]["family"])
         and (device is None or any(same_device(device, name) for name in artifact.meta["rows"]["device"]))
         and (source is None or source in artifact.meta["rows"]["source"])
-        and not (for_modules and not _reads_modules(artifact))
+        and not (for_modules and "simulated" in artifact.meta["rows"]["source"])
+        and not (for_modules and not get_estimator(artifact.meta["estimator"]).needs_trace)
     ]
     if estimator is None:  # other estimators are fitted to be compared with the hybrid
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    return newest_whole(fitting, Artifact.require)
+    artifact = newest_whole(fitting, Artifact.require)
+    return artifact if artifact is None or stale else require_current(artifact)
 
 
 def require_current(artifact: Artifact) -> Artifact:
@@ -509,8 +495,3 @@ def models_folder(data: DataPlace) -> Path:
 def environment() -> dict[str, str | None]:
     """Return the versions of the packages that fit and compute features, from metadata: torch is not imported."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
-
-
-def _reads_modules(artifact: Artifact) -> bool:
-    reads = get_estimator(artifact.meta["estimator"]).needs_trace
-    return reads and "simulated" not in artifact.meta["rows"]["source"]

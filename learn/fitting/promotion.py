@@ -93,7 +93,9 @@ def refit(
     if not len(candidate.test_rows.exact):
         reasons = f": {candidate.refused[0]}" if candidate.refused else ""
         return skipped(why=f"none of the {int(held_out.sum())} rows held out can say how good it is{reasons}")
-    current = newest(folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]))
+    current = newest(
+        folder, target, estimator=estimator, device=device_name, source=source or str(rows.source[0]), stale=True
+    )
     if current is None:
         verdict = _alone("first", "there was no model", candidate)
     else:

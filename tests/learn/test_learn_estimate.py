@@ -19,7 +19,7 @@ from featurize.families import get_family, mlp
 from featurize.job.training_settings import Training
 from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation import answers
-from learn.fitting.artifacts import DEFAULT_MODELS, find_latest
+from learn.fitting.artifacts import DEFAULT_MODELS, newest
 from learn.job.training_job import of_configs
 from tests.featurize.small_nets import Computes, linear_then
 from tests.learn.learn_rows import make_configs, restamp, write_batch
@@ -145,7 +145,7 @@ def test_breakdown_sums_to_the_traced_peak_and_knows_weights_and_optimizer():
 
 def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     done = estimate(CONFIG, data=data)
-    artifact = find_latest(data, "memory")
+    artifact = newest(data, "memory")
     prediction = artifact.estimator.predict(of_configs([CONFIG]))
     assert done.peak_memory_mib == prediction.point[0] and done.upper_mib == prediction.upper(0.99)[0]
     assert done.answered_by["memory"] == f"lightgbm {artifact.version}" and done.answered_by["drama"] == "trace"
@@ -176,7 +176,7 @@ def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
 def test_fast_answers_are_of_the_folders_own_model_for_the_gpu_model_of_its_rows(data):
     (config,) = make_configs(1, families=("mlp",))
     own, elsewhere = (estimate(config, method="fast", data=data, device=gpu) for gpu in ("a100", "H200-SXM-141GB"))
-    assert own.answered_by["memory"] == f"lightgbm {find_latest(data, 'memory').version}"
+    assert own.answered_by["memory"] == f"lightgbm {newest(data, 'memory').version}"
     assert own.answered_by["smact"] == elsewhere.answered_by["memory"] == "lightgbm (default)"
 
 
@@ -192,7 +192,7 @@ def test_a_table_asks_each_model_about_the_gpu_models_that_it_knows(data, monkey
     names = ["T4", "A100-SXM4-40GB", "H200-SXM-141GB"]
     answers.clear()
     table = [one.estimate for one in devices_that_fit(CONFIG, devices=names, data=data)]
-    own = f"lightgbm {find_latest(data, 'memory').version}"
+    own = f"lightgbm {newest(data, 'memory').version}"
     assert [done.answered_by["memory"] for done in table] == [DEFAULT, own, DEFAULT]
     for done in table:
         answers.clear()
@@ -221,7 +221,7 @@ def test_a_model_of_another_family_or_device_does_not_answer(data):
 
 def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path):
     folder = shutil.copytree(data, tmp_path / "d")
-    restamp(find_latest(folder, "memory").path, feature_version="0ld")
+    restamp(newest(folder, "memory").path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
     assert done.answered_by["memory"] == DEFAULT and any("fitted with features 0ld" in w for w in done.warnings)
     with pytest.raises(EnvironmentProblem, match=r"fitted with features 0ld.*fit it again.*learn\.fit"):
@@ -362,8 +362,8 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
         shutil.copytree(DEFAULT_MODELS / model / "model", home / "model")
         restamp(home, estimator=name, **meta)
     DataFolder.resolve(tmp_path).create()
-    assert find_latest(tmp_path, "memory").meta["estimator"] == "hybrid"
-    assert find_latest(tmp_path, "memory", estimator="lightgbm").version.startswith("20260102")
+    assert newest(tmp_path, "memory").meta["estimator"] == "hybrid"
+    assert newest(tmp_path, "memory", estimator="lightgbm").version.startswith("20260102")
 
 
 # -- training settings

@@ -8,7 +8,7 @@ import pytest
 
 from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
-from learn.fitting.artifacts import find_latest, versions
+from learn.fitting.artifacts import newest, versions
 from learn.rows.data import load_rows
 from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
@@ -45,7 +45,7 @@ def test_command_prints_the_figures_and_the_artifacts_path(data, shown):
         "bins: medium is mlp",
     ):
         assert word in said
-    assert said.splitlines()[-1].endswith(str(find_latest(data, "smact").path))
+    assert said.splitlines()[-1].endswith(str(newest(data, "smact").path))
 
 
 def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
@@ -78,7 +78,7 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
     write_batch(folder, configs[40:], job="later")
     arguments = ("target=smact", "estimator=lightgbm", f"data={json.dumps(str(folder.root))}")
     shown("fit", *arguments, "snapshot=night-1")
-    meta = find_latest(folder, "smact").meta
+    meta = newest(folder, "smact").meta
     assert meta["snapshot"] == "night-1" and meta["rows"]["family"] == {"mlp": 40}
     assert meta["data_fingerprint"] == load_rows(folder, "smact", snapshot="night-1").fingerprint()
     assert len(load_rows(folder, "smact")) == 80 and fitted.meta["snapshot"] is None

@@ -13,7 +13,7 @@ from conf.errors import UsageError
 from featurize.configs.features import group_key
 from learn import FitSettings, fit
 from learn.estimators.protocol import ResidualPrediction
-from learn.fitting.artifacts import find_latest, versions
+from learn.fitting.artifacts import newest, versions
 from learn.fitting.promotion import compare as compare_evaluations, is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import make_bins
@@ -68,7 +68,7 @@ def test_the_first_model_is_kept_and_more_rows_or_the_same_promote_the_next(grow
     assert now["mean_abs_error"] < before["mean_abs_error"] and now["rows"] == before["rows"] == second.held_out
     assert f"on {second.held_out} rows held out that neither has seen" in second.why and "95 % confidence" in second.why
     assert third.decision == "promoted" and third.figures["current"] == third.figures["candidate"]
-    assert find_latest(data, "memory", estimator="lightgbm").version == third.candidate
+    assert newest(data, "memory", estimator="lightgbm").version == third.candidate
     assert third.figures["candidate"] == second.figures["candidate"], "comparable from night to night"
 
 
@@ -107,7 +107,7 @@ def test_a_model_of_other_features_is_replaced_as_it_cannot_answer(fitted):
     found = night(data, 1, "smact")
     assert found.decision == "promoted" and found.current == later.name
     assert "features of other code and cannot answer" in found.why
-    assert find_latest(data, "smact").version == found.candidate
+    assert newest(data, "smact").version == found.candidate
 
 
 def test_nothing_to_fit_on_is_skipped_with_the_reason(data):
