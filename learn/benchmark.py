@@ -93,8 +93,9 @@ def benchmark(
     steps = StepStore(cache_folder(settings) if traces else None)
     if traces:
         if computed := steps.prepare(rows.cases, workers=settings.workers, progress=tally.traced):
-            kept = cache_folder(settings).features
-            notes.append(f"{computed} traced steps computed; their features are kept in {kept}")
+            notes.append(
+                f"{computed} traced steps computed; their features are kept in {cache_folder(settings).features}"
+            )
         known_doubts, rows = rows.doubt, with_suspects(rows, steps)
         doubted = Counter(rows.file[rows.doubt != known_doubts].tolist())
         notes += [

@@ -117,8 +117,9 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):
         reasons.update(of_rows)
     write_file(settings.path, efficiencies_text(learned, **sections).encode())
-    times = [*scores, *of_hosts, *of_links]
-    return FittedKernels(times=times, activity=of_activity, power=of_power, left_out=dict(reasons))
+    return FittedKernels(
+        times=[*scores, *of_hosts, *of_links], activity=of_activity, power=of_power, left_out=dict(reasons)
+    )
 
 
 def entry(settings: FitKernelsSettings) -> None:

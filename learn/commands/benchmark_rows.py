@@ -322,8 +322,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> tuple[AskedRo
     notes = [f"{path.name} has no known header and is left out" for path in published.others]
     files = [(file, True) for file in published.files]
     if learned and all(file.form == NEVER_FITTED_ON for file in published.files):
-        others = read_published(settings.published).files
-        files += [(file, False) for file in others if file.form != NEVER_FITTED_ON]
+        files += [(file, False) for file in read_published(settings.published).files if file.form != NEVER_FITTED_ON]
 
     records: list[AskedRow] = []
     for file, asked in files:
@@ -532,8 +531,7 @@ def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
     values = steps.features(case)
     if values is None or (case.training_loop and not target.is_memory):  # the record's times are with the input's
         return None
-    estimate = values[traced_column(target)]
-    return Given(estimate=estimate, seconds=steps.record(case).seconds)
+    return Given(estimate=values[traced_column(target)], seconds=steps.record(case).seconds)
 
 
 def ask_learned(

@@ -55,10 +55,10 @@ def is_of_measured_steps(settings: BenchmarkSettings) -> bool:
         return False
     if settings.source is not None:
         return True
-    query = (
-        "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0"
-    )
-    return query_rows(settings.data, query) == [(False,)]
+    return query_rows(
+        settings.data,
+        "SELECT DISTINCT source = 'simulated' FROM runs WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0",
+    ) == [(False,)]
 
 
 def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], None]) -> Benchmark:

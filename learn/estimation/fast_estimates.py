@@ -30,9 +30,10 @@ from learn.estimation.estimate_view import MAY_RUN_OUT, OUT_OF_MEMORY, PROBLEM, 
 from learn.estimation.job_estimate import Estimate
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.trees import FeatureTable, TabularEstimator, Trees, case_columns
-from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, newest, open_artifact
 from learn.job.training_job import PIPELINE, RESIDENT, Case, loop_of_source
 from learn.rows.data import get_target
+from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from learn.estimators.protocol import ResidualPrediction
@@ -145,7 +146,7 @@ def fast_problem(config: TrialConfig, device: DeviceSpec, data: Any = None) -> s
 def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigModels | None:
     """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else the
     packaged ones; None without a model of memory."""
-    home = models_folder(data)
+    home = DataFolder.resolve(data).models
     written = tuple(_changed_ns(home / target) for target in FAST_LOOPS)
     return _config_models(home, written, DEFAULT_MODELS / "fast", family, device.name)
 
@@ -154,8 +155,6 @@ def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigMo
 def _config_models(
     home: Path, written: tuple[Any, ...], shipped: Path, family: str | None, device: str
 ) -> ConfigModels | None:
-    from warehouse.files.folder import DataFolder
-
     artifacts: dict[str, Artifact] = {}
     if any(written):
         data = DataFolder(home.parent)

@@ -112,8 +112,7 @@ class Trees:
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
         members = self.members(table)
-        values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
-        return values
+        return np.asarray(self.start + np.cumsum(members, axis=0)[-1] / len(members))
 
     def members(self, table: np.ndarray) -> np.ndarray:
         """Return the members' sums, (members, n), of the rows as `predict` takes them."""

@@ -248,7 +248,7 @@ def _damaged_unless_read(path: Path, part: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
-        raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: {part}: {reason}") from error
+        raise DamagedArtifact(f"{_show(path)} is damaged: {part}: {reason}") from error
 
 
 def save_judged(
@@ -277,14 +277,17 @@ def save_judged(
     from learn.judging.report import write_report
 
     train, test = evaluation.train_rows, evaluation.test_rows
-    judged_rows = {
-        "train": len(train),
-        "test": len(test),
-        "groups": len({*rows.group, *test.group}),
-        "status": dict(rows.counts),
-    }
     meta = {
-        **meta_of_fit(estimator, rows, seed, now, **judged_rows),
+        **meta_of_fit(
+            estimator,
+            rows,
+            seed,
+            now,
+            train=len(train),
+            test=len(test),
+            groups=len({*rows.group, *test.group}),
+            status=dict(rows.counts),
+        ),
         "metrics": evaluation.summary(),
         "bins": asdict(evaluation.bins),
         **about,
@@ -350,7 +353,7 @@ def save_artifact(
     """
     from conf.files.outputs import new_folder
 
-    home = models_folder(data) / target
+    home = DataFolder.resolve(data).models / target
     meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
     text = json.dumps(meta, indent=1, sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -389,7 +392,7 @@ def versions(data: DataPlace, target: str) -> list[Artifact]:
 
 def version_folders(data: DataPlace, target: str) -> list[Path]:
     """Return the folders of a target's complete versions, oldest first; empty where nothing was fitted."""
-    home = models_folder(data) / target
+    home = DataFolder.resolve(data).models / target
     paths = sorted(home.iterdir()) if home.is_dir() else []
     return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
 
@@ -411,8 +414,9 @@ def open_artifact(path: Path) -> Artifact:
     """Return the artifact in that folder. Raises `DamagedArtifact`."""
     meta = read_json(path / "meta.json")
     if meta.get("estimator") not in ESTIMATORS:
-        problem = "is damaged, or of another version of this code: meta.json does not say what it is"
-        raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
+        raise DamagedArtifact(
+            f"{_show(path)} is damaged, or of another version of this code: meta.json does not say what it is"
+        )
     return Artifact(path, meta)
 
 
@@ -485,11 +489,6 @@ def default_artifact(target: str) -> Artifact | None:
 def _open(path: Path, _written_ns: int) -> Artifact:
     """Return an artifact that is verified and loaded once; later changes of its files have no effect."""
     return open_artifact(path).require()
-
-
-def models_folder(data: DataPlace) -> Path:
-    """Return the `models/` folder of a data folder (None: the default one)."""
-    return Path(DataFolder.resolve(data).models)
 
 
 def environment() -> dict[str, str | None]:

@@ -129,8 +129,7 @@ def descend(
 
 def robust(off: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Return the Huber loss beyond the tolerance: larger deviations count in proportion, not squared."""
-    zero = torch.zeros_like(off)
-    return torch.nn.functional.huber_loss(off, zero, delta=tolerance, reduction="none") / tolerance
+    return torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=tolerance, reduction="none") / tolerance
 
 
 def weights_by(
@@ -666,8 +665,7 @@ def _measured_activity(record: LabelledRow, smocc: Mapping[str, float]) -> Measu
 
 def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:
     """Return the forward operator of a row; None where the input shapes do not determine its output."""
-    shapes = [tuple(shape) for shape in dims["shapes"]]
-    inputs = tuple(shape for shape in shapes if shape)
+    inputs = tuple(tuple(shape) for shape in dims["shapes"] if shape)
     output: tuple[int, ...]
     if name == "aten::addmm":
         (rows, depth), (_, columns) = inputs[1:]

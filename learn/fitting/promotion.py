@@ -104,8 +104,11 @@ def refit(
             unseen = np.array([group not in seen_groups for group in rows.group], dtype=bool)
             verdict = _beside(_judge(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
-            no_answer = "the current one was fitted with features of other code and cannot answer any more"
-            verdict = _alone("promoted", no_answer, candidate)
+            verdict = _alone(
+                "promoted",
+                "the current one was fitted with features of other code and cannot answer any more",
+                candidate,
+            )
     promotion = promotion_of(current=None if current is None else current.version, **verdict)
     if promotion.decision == "kept":
         return promotion
@@ -153,8 +156,10 @@ def _notes(all_rows: Rows, candidate: Evaluation) -> Iterator[str]:
     if candidate.refused:
         yield f"rows held out without an answer are in no figure: {_reasons(candidate)}"
     if in_doubt := int((all_rows.doubt != "").sum()):
-        explanation = "runs.error says why, or the rows beside them do"
-        yield f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged"
+        yield (
+            f"{in_doubt} rows are in doubt (runs.error says why, or the rows beside them do): neither fitted on nor "
+            "judged"
+        )
 
 
 def is_held_out(groups: Iterable[Any]) -> np.ndarray:
@@ -208,8 +213,12 @@ def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, 
             f"seen by the current one either; {LEAST_JUDGES} rows of {MIN_GROUPS} configurations are needed"
         )
     if why is not None:
-        both_figures = {"current": None, "candidate": figures(candidate)}
-        return {"decision": "kept", "why": why, "held_out": len(judges), "figures": both_figures}
+        return {
+            "decision": "kept",
+            "why": why,
+            "held_out": len(judges),
+            "figures": {"current": None, "candidate": figures(candidate)},
+        }
     return compare(current, ours, seed)
 
 

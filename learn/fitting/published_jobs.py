@@ -103,8 +103,14 @@ def _language(model: str, config: str, head: str, name: str, batch_size: int, **
     configuration = getattr(import_library("transformers"), config)(**sizes)
     build = partial(_built, "transformers", model, {"config": configuration})
     batch = partial(_token_batch, batch_size, configuration.vocab_size, head)
-    loss = _next_token_loss if head == "next_token" else None
-    return TrainingJob(name=name, build=build, batch=batch, settings=Training(), batch_size=batch_size, loss=loss)
+    return TrainingJob(
+        name=name,
+        build=build,
+        batch=batch,
+        settings=Training(),
+        batch_size=batch_size,
+        loss=_next_token_loss if head == "next_token" else None,
+    )
 
 
 def _token_batch(batch_size: int, vocabulary: int, head: str, device: str) -> tuple[tuple[Tensor, ...], Tensor]:

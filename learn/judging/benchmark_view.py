@@ -143,8 +143,7 @@ def classes_table(done: Benchmark) -> FigureTable:
         cells["recall by class"] = _recalls(figures)
         rows.append({"rows": figures.file, "estimator": figures.estimator, **_if_informative(figures, cells)})
     rules = dict.fromkeys(_rule(done, figures.bins["published"]) for figures in done.figures)
-    title = f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound"
-    return FigureTable(title, rows)
+    return FigureTable(f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound", rows)
 
 
 def _class_score(figures: Figures, bins: str, name: str) -> float | None:
@@ -253,11 +252,17 @@ def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str,
     for figures in done.figures:
         for row in figures.rows:
             about = {name: getattr(row, name) for name in ("group", "family", "label", "batch_size")}
-            status = "oom" if row.label is None else "ok"
-            of_row = {"file": figures.file, "row": row.name, **about, "status": status, "doubt": row.doubt}
-            answers = rows.setdefault((figures.file, row.name), {**of_row, "answers": {}})["answers"]
-            answer = {name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")}
-            answers[figures.estimator] = answer
+            of_row = {
+                "file": figures.file,
+                "row": row.name,
+                **about,
+                "status": "oom" if row.label is None else "ok",
+                "doubt": row.doubt,
+                "answers": {},
+            }
+            rows.setdefault((figures.file, row.name), of_row)["answers"][figures.estimator] = {
+                name: getattr(row, name) for name in ("estimate", "upper", "reason", "seconds")
+            }
     apart = ("rows", "bins")  # which stand beside the figures
     return {
         "target": done.target.name,

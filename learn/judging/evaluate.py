@@ -161,8 +161,9 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
 
 
 def _figures(estimator: str, rows: Rows, scored: Sequence[Scored], bins: Bins) -> Figures:
-    learned = Asked(answers={}, learns=True)
-    return figures_of(TEST, estimator, scored, learned, bins={PUBLISHED: bins}, space=rows.target.space)
+    return figures_of(
+        TEST, estimator, scored, Asked(answers={}, learns=True), bins={PUBLISHED: bins}, space=rows.target.space
+    )
 
 
 def metrics_of(figures: Figures, space: str) -> dict[str, Any]:
@@ -315,8 +316,7 @@ def keys_of(rows: Rows, by: str) -> np.ndarray:
     """Return (n,) str: the kind that each row counts as; spellings of one device are the same."""
     if by == "device":
         return np.array([plain_device(name) for name in rows.device], dtype=object)
-    names: np.ndarray = getattr(rows, by)
-    return names.astype(str)
+    return np.asarray(getattr(rows, by)).astype(str)
 
 
 def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -373,8 +373,7 @@ def load_rows(
         remarks.append(_sentence(refused, "used only where their features are stored"))
     counts.update({"unreadable": len(unreadable), "unknown code": len(refused)})
     if len(records) < MIN_ROWS:
-        reasons = Counter(reason for _, reason in unreadable)
-        raise _too_few(wanted, family, runs, len(records), counts, reasons)
+        raise _too_few(wanted, family, runs, len(records), counts, Counter(reason for _, reason in unreadable))
     kept_counts = {reason: n for reason, n in sorted(counts.items()) if n or reason == "oom"}
     return Rows(wanted, tuple(records), kept_counts, tuple(remarks))
 
@@ -436,10 +435,9 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
     if key == "device_name" and all(known_device(name) is not None for name in kinds):
         return rows
     if len(kinds) > 1:
-        first = counts.most_common(1)[0][0]
         raise UsageError(
             f"the rows come from several {key.replace('_', ' ')}s ({_list(counts)}), which are not mixed; "
-            f"choose one, as in {key}={_quote(first)}"
+            f"choose one, as in {key}={_quote(counts.most_common(1)[0][0])}"
         )
     return rows
 
@@ -504,21 +502,22 @@ def _read_configs(
         censored = _is_censored(row, target)
         # Imported runs are of the usual loop; the farm's keep one batch on the device.
         case = Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
-        record = LabelledRow(
-            run_id=row["run_id"],
-            case=case,
-            label=float(row["device_memory_mib"] if censored else row["label"]),
-            censored=censored,
-            family=config.family,
-            source=row["source"],
-            device=row["device_name"],
-            device_memory_mib=float(row["device_memory_mib"] or math.nan),
-            card_mib=float(row["card_mib"] or math.nan),
-            group=group,
-            module=module,
-            doubt=(row["error"] or "in doubt") if row["error_type"] == "doubt" else "",
+        records.append(
+            LabelledRow(
+                run_id=row["run_id"],
+                case=case,
+                label=float(row["device_memory_mib"] if censored else row["label"]),
+                censored=censored,
+                family=config.family,
+                source=row["source"],
+                device=row["device_name"],
+                device_memory_mib=float(row["device_memory_mib"] or math.nan),
+                card_mib=float(row["card_mib"] or math.nan),
+                group=group,
+                module=module,
+                doubt=(row["error"] or "in doubt") if row["error_type"] == "doubt" else "",
+            )
         )
-        records.append(record)
     return records, unreadable, refused
 
 

@@ -411,8 +411,10 @@ def with_suspects(rows: RowsT, steps: StepStore) -> RowsT:
                     doubts[measured.index] = "gigabytes off its trace, in a network of which as many rows are in doubt"
     if not doubts:
         return rows
-    records = tuple(replace(row, doubt=doubts.get(place, row.doubt)) for place, row in enumerate(rows.records))
-    return replace(rows, records=records)
+    return replace(
+        rows,
+        records=tuple(replace(row, doubt=doubts.get(place, row.doubt)) for place, row in enumerate(rows.records)),
+    )
 
 
 def _without(left_out: _Measured, rows: Sequence[_Measured]) -> list[_Measured]:
