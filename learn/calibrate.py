@@ -182,6 +182,11 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     return numbers
 
 
+def to_mapping(profile: MachineProfile, device: DeviceSpec) -> dict[str, Any]:
+    """Return the content of the profile's file: the machine and the device."""
+    return {"machine": dict(vars(profile)), "device": device.name}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Checked):
     """The measured numbers and their GPU model. Raises `UsageError`.
@@ -219,7 +224,7 @@ def entry(settings: CalibrateSettings) -> None:
         )
     profile = calibrate(measured, device, settings.name)
     path = profile_path(folder.create(), device)
-    content = {"machine": dict(vars(profile)), "device": device.name}
+    content = to_mapping(profile, device)
     path.parent.mkdir(exist_ok=True)
     write_file(path, json.dumps(content, indent=1).encode())
     if settings.format == "json":

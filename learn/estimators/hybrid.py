@@ -21,6 +21,7 @@ import numpy as np
 from conf.files.identity import version_of
 from featurize.device.device_spec import plain_device
 from learn.estimators.protocol import (
+    FOLDS,
     LEVEL,
     Estimator,
     HeldShare,
@@ -259,8 +260,6 @@ def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
     return {value: array == value for value in sorted(set(values), key=str)}
 
 
-FOLDS = 5
-LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows that a family needs for its own bound
 MANY_MODULES = 10  # a family with this many is held out by module: it will be asked about new ones
 KNOTS_PER_DOUBLING = 4
@@ -306,7 +305,7 @@ class HybridEstimator(Estimator):
 
         Rows that ran out of memory are used for memory only."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
-        rows, records = traced_rows(rows, steps, LEAST_ROWS)
+        rows, records = traced_rows(rows, steps)
         self.target = rows.target
         self._columns = self._choose(records)
         table, base = self._table(rows.cases, records), self._base(records)

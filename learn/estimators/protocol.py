@@ -25,6 +25,8 @@ from learn.job.training_job import Case
 from learn.rows.data import Rows, Target, get_target
 from learn.rows.step_store import StepRecord, StepStore
 
+LEAST_ROWS = 10  # that an estimator is fitted to
+FOLDS = 5  # groups of rows that are held out in turn, for a bound
 LEVEL = 0.99  # level of the bounds that are reported and judged
 PACKAGED_SHARES = Path(__file__).parents[1] / "estimation" / "bound_by_causes.json"
 
@@ -421,15 +423,15 @@ def records_of(cases: Sequence[Case], steps: StepStore | None) -> tuple[dict[int
     return records, refusals
 
 
-def traced_rows(rows: Rows, steps: StepStore | None, least: int) -> tuple[Rows, list[StepRecord]]:
+def traced_rows(rows: Rows, steps: StepStore | None) -> tuple[Rows, list[StepRecord]]:
     """Return the rows whose step can be traced, sorted by run id, and their records. Raises `UsageError` where fewer
-    than `least` of them have an exact label."""
+    than `LEAST_ROWS` of them have an exact label."""
     rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
     records, refusals = records_of(rows.cases, steps)
     traced = rows.subset(list(records))
-    if (exact := len(traced.exact)) < least:
+    if (exact := len(traced.exact)) < LEAST_ROWS:
         raise UsageError(
-            f"target={rows.target.name}: {exact} traced rows with an exact label to fit on, {least} are needed"
+            f"target={rows.target.name}: {exact} traced rows with an exact label to fit on, {LEAST_ROWS} are needed"
             + "".join(f"; not traced: {reason}" for reason in sorted({*refusals.values()})[:1])
         )
     return traced, list(records.values())

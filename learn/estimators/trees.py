@@ -21,6 +21,8 @@ from conf.errors import CommandError
 from featurize.device.device_spec import DeviceSpec, device_features
 from featurize.families import get_family
 from learn.estimators.protocol import (
+    FOLDS,
+    LEAST_ROWS,
     LEVEL,
     Estimator,
     ResidualPrediction,
@@ -439,7 +441,6 @@ def boost(
     return Boosters(boosters, start)
 
 
-FOLDS = 5
 _LAUNCHES = 5  # launches of a layer in a step
 
 
@@ -466,8 +467,10 @@ class TabularEstimator(Estimator):
         Out-of-memory rows are left out, as a regressor cannot use "at least this much". Estimates near the device's
         memory are therefore low; `learn.judging.evaluate` shows it as the recall of the top bin.
         """
-        rows = require_rows(rows, least=10)
-        rows = require_rows(rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=10)
+        rows = require_rows(rows, least=LEAST_ROWS)
+        rows = require_rows(
+            rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=LEAST_ROWS
+        )
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
         self.table = FeatureTable.learn(rows.cases)

@@ -249,14 +249,13 @@ def batch_tensors(inputs: Inputs, targets: Tensor | None) -> list[Tensor]:
 
 
 class PlainStep:
-    """One training step, `step(inputs, targets)`, as in a plain training script: no TF32 flag, scaler or memory format
+    """One training step on the CPU, `step(inputs, targets)`, as in a plain training script: no TF32 flag, scaler or memory format
     is set, since none of them changes a size that these analyses count."""
 
-    def __init__(self, workload: TrainingJob, model: nn.Module, device: str) -> None:
+    def __init__(self, workload: TrainingJob, model: nn.Module) -> None:
         self.job, self.model = workload, model
         self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters())
         self._dtype = AUTOCAST_DTYPES.get(workload.settings.precision)
-        self._device = device
 
     def __call__(
         self,
@@ -269,7 +268,7 @@ class PlainStep:
         with phase("forward"):
             casts: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if self._dtype is not None:
-                casts = torch.autocast(self._device, dtype=self._dtype)
+                casts = torch.autocast("cpu", dtype=self._dtype)
             with casts:
                 loss = loss_of(self.job, call(self.model, inputs), targets)
         with phase("backward"):

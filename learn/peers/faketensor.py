@@ -49,7 +49,7 @@ class FakeTensor(Peer):
             with explain_errors("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
             with explain_errors("the training step"):
-                step = PlainStep(workload, model, "cpu")
+                step = PlainStep(workload, model)
                 tracker = MemTracker()
                 tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))
                 with tracker:

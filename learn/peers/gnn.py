@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from learn.estimators.protocol import (
+    LEAST_ROWS,
     LEVEL,
     Estimator,
     ResidualPrediction,
@@ -38,7 +39,6 @@ from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out; there are fewer folds where rows are few
-LEAST_ROWS = 10
 CATEGORIES = 64  # categories of operators: room for `featurize.operators.table.VOCABULARY` to grow
 _MIB_LOG2 = 20
 
@@ -75,7 +75,7 @@ class GNNEstimator(Estimator):
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced. Raises `UsageError` for fewer than 10 exact labels or 2 groups."""
         require_rows(rows, least=LEAST_ROWS)
-        rows, records = traced_rows(rows.trusted, steps, LEAST_ROWS)
+        rows, records = traced_rows(rows.trusted, steps)
         self.target = rows.target
 
         raw = [graph_of(case, record) for case, record in zip(rows.cases, records, strict=True)]

@@ -36,6 +36,8 @@ from featurize.configs.features import KINDS, feature_columns
 from featurize.families import layers_of
 from featurize.job.training_settings import ACTIVATIONS, TrialConfig
 from learn.estimators.protocol import (
+    FOLDS,
+    LEAST_ROWS,
     LEVEL,
     Estimator,
     Prediction,
@@ -52,8 +54,6 @@ from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_bes
 from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
 
-FOLDS = 5
-LEAST_ROWS = 10  # rows that a family's ensemble needs
 MAX_TOKENS = 48
 
 _COUNTS = (

@@ -192,7 +192,7 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
         with explain_errors("making the batch"):
             inputs, targets = workload.batch("cpu")
         with explain_errors("the training step"):
-            step = PlainStep(workload, model, "cpu")
+            step = PlainStep(workload, model)
             quiet = contextlib.ExitStack()
             if _LOG_LEVEL not in os.environ:  # else the profiler's library announces each start on stderr
                 os.environ[_LOG_LEVEL] = "6"
