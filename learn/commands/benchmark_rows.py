@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -495,9 +495,14 @@ def ask_free(
             yield name, Asked(answers=of_name)
     jobs.sort(key=lambda job: job[0] in SLOW)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    how: dict[str, Any] = {"prepare": WITH_TORCH, "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
-    questions = [(ESTIMATORS[name], case, settings.target) for name, _, case in jobs]
-    for number, answered in in_processes(answer, questions, workers=workers, **how):
+    for number, answered in in_processes(
+        answer,
+        [(ESTIMATORS[name], case, settings.target) for name, _, case in jobs],
+        workers=workers,
+        prepare=WITH_TORCH,
+        limit_s=settings.limit_s,
+        memory_gib=settings.memory_gib,
+    ):
         name, i, _ = jobs[number]
         if isinstance(answered, NoResult):
             answered = Given(estimate=None, reason=answered.reason, seconds=answered.seconds)

@@ -137,8 +137,8 @@ class Familiarity:
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar:
         """Return how the case is unlike the fitted ones, empty if it is not."""
-        values, reasons = record.values, list[str]()
-        axes, wider = set[str](), list[str]()
+        values = record.values
+        reasons, ranges, kinds = list[str](), list[str](), list[str]()
         for name, least, most in self._familiar:
             if not least <= values[name] <= most:
                 words, write = _RANGES[name]
@@ -146,31 +146,28 @@ class Familiarity:
                 reasons.append(f"{words} {write(values[name])}, fitted on {low} to {high}")
                 # A smaller batch must not have a higher bound than a larger one.
                 if not (name.startswith("job_") and values[name] < least):
-                    wider.append(RANGE)
+                    ranges.append(RANGE)
         if new := [kind for kind, count in self._new_kinds if values.get(count)]:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
-            axes.add(OPERATORS)
-            wider.append(OPERATORS)
+            kinds.append(OPERATORS)
         for axis in AXES_OF_SETTINGS:
             if values[axis] not in self.settings[axis]:
                 reasons.append(_setting_unlike(axis, values[axis], self.settings[axis]))
-                axes.add(axis)
-                wider.append(axis)
+                kinds.append(axis)
         if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
             without = "out" if values["net_training_loop"] == 0 else ""
             reasons.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
-            wider.append(RANGE)
+            ranges.append(RANGE)
         device = case.device if case.described is None else case.described.name
         if plain_device(device) not in self.devices:
             reasons.append(f"nothing was measured on {device}, only on {', '.join(self.devices)}")
-            axes.add(DEVICE)
-            wider.append(DEVICE)
-        if case.family not in self.families:
-            axes.add(FAMILY)  # no reason to warn: a module never belongs to a family
+            kinds.append(DEVICE)
         release = torch_release(case.torch_version)
         if release not in self.torch:  # widens nothing: how much memory changes by release is not known
             reasons.append(f"PyTorch {release}: measured under {', '.join(self.torch)}")
-        return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider))
+        # An unknown family is no reason to warn: a module never belongs to a family.
+        family = () if case.family in self.families else (FAMILY,)
+        return Unfamiliar(tuple(reasons), frozenset((*kinds, *family)), (*ranges, *kinds))
 
     def is_new_module(self, case: Case) -> bool:
         """Return whether the case's family was fitted, but its module was not."""

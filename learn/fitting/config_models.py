@@ -97,7 +97,11 @@ def labelled_rows(
     """
     records, _ = records_of(cases, steps)
     traced = [cases[place] for place in records]
-    labels = _without_input([record.values for record in records.values()])
+    names_of_trace = ("job_step_time_ms", "job_input_share", "job_priced_drama")
+    of_trace = [[record.values[name] for name in names_of_trace] for record in records.values()]
+    step_ms, input_share, drama = np.array(of_trace).T
+    # As in the farm's own trials: a step of the usual loop runs the same kernels, and waits for its input before.
+    labels = {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
     for target, model in models.items():
         prediction = model.predict(traced, steps)
         labels[target] = prediction.point
@@ -127,14 +131,6 @@ def labelled_rows(
         )
         for name in names
     }
-
-
-def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
-    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
-    runs the same kernels, and waits for its input before."""
-    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
-    step_ms, input_share, drama = np.array([[values[name] for name in names] for values in records]).T
-    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 
 
 def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimator, dict[str, Any]]:

@@ -325,9 +325,11 @@ def figures(of: Evaluation) -> dict[str, Any]:
     None where no row has an exact label.
     """
     off = errors(of)
-    typical = {"median_rel_error": of.test["median_relative_error"]}
-    if of.test_rows.target.space == "ratio":
-        typical = {"median_abs_error": median(off)}
+    typical = (
+        {"median_abs_error": median(off)}
+        if of.test_rows.target.space == "ratio"
+        else {"median_rel_error": of.test["median_relative_error"]}
+    )
     return {
         "rows": len(of.figures.rows),
         "out_of_memory": of.figures.oom,

@@ -134,13 +134,16 @@ def classes_table(done: Benchmark) -> FigureTable:
             "macro recall": _class_score(figures, "published", "macro_recall"),
         }
         if done.target.is_memory:
-            cells["accuracy 1 GB"] = _class_score(figures, "ours", "accuracy")
-            cells["macro F1 1 GB"] = _class_score(figures, "ours", "macro_f1")
-        bound = figures.bound
-        cells["under bound"] = None if bound is None else bound.coverage
-        cells["above it"] = None if bound is None else bound.above
-        cells["bound over label"] = None if bound is None else bound.excess
-        cells["recall by class"] = _recalls(figures)
+            cells |= {
+                "accuracy 1 GB": _class_score(figures, "ours", "accuracy"),
+                "macro F1 1 GB": _class_score(figures, "ours", "macro_f1"),
+            }
+        cells |= {
+            "under bound": getattr(figures.bound, "coverage", None),
+            "above it": getattr(figures.bound, "above", None),
+            "bound over label": getattr(figures.bound, "excess", None),
+            "recall by class": _recalls(figures),
+        }
         rows.append({"rows": figures.file, "estimator": figures.estimator, **_if_informative(figures, cells)})
     rules = dict.fromkeys(_rule(done, figures.bins["published"]) for figures in done.figures)
     return FigureTable(f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound", rows)

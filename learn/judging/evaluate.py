@@ -211,9 +211,11 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]
         span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
         yield f"all {len(rows)} rows fall into one class, {bins.labels[present[0]]} ({span}): no accuracy"
     if rows.censored.any():
-        known = "they are fitted on as lower bounds"
-        if not estimator.uses_out_of_memory:
-            known = "they are not fitted on, so estimates near the device's memory lean low"
+        known = (
+            "they are fitted on as lower bounds"
+            if estimator.uses_out_of_memory
+            else "they are not fitted on, so estimates near the device's memory lean low"
+        )
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
         yield (
             f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
@@ -221,8 +223,9 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]
             + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
-        why = "runs.error says why, or the rows beside them do"
-        yield f"{doubted} rows are in doubt ({why}): judged, but not fitted on"
+        yield (
+            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
+        )
     if "simulated" in rows.count("source"):
         yield (
             "the labels are of simulated devices: the figures say how well their model is reproduced, "

@@ -179,14 +179,17 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
         "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
     notes = tuple(map(Callout, meta["warnings"]))
-    heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
     judged = (evaluation.figures,)
     done = Benchmark(target=evaluation.test_rows.target, device=_where(evaluation), figures=judged)
     return Page(
         title=f"{meta['target']}: {meta['estimator']}",
         head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
         sections=(
-            Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
+            Section(
+                "figures",
+                "Figures",
+                (table(("metric", "*cross-validation (3 folds)", "*held-out test"), metric_rows(evaluation)),),
+            ),
             Section("pictures", "Held-out test", (*confusion(done, judged), *predicted(done, judged))),
             Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
         ),

@@ -249,8 +249,8 @@ def batch_tensors(inputs: Inputs, targets: Tensor | None) -> list[Tensor]:
 
 
 class PlainStep:
-    """One training step on the CPU, `step(inputs, targets)`, as in a plain training script: no TF32 flag, scaler or memory format
-    is set, since none of them changes a size that these analyses count."""
+    """One training step on the CPU, `step(inputs, targets)`, as in a plain training script: no TF32 flag, scaler or
+    memory format is set, since none of them changes a size that these analyses count."""
 
     def __init__(self, workload: TrainingJob, model: nn.Module) -> None:
         self.job, self.model = workload, model
