@@ -332,7 +332,7 @@ class NightWork:
         return LearnPayload(results=tuple(self._refit(target, landed) for target in self.settings.learn.targets))
 
     def _refit(self, target: str, landed: LandPayload) -> Promotion:
-        from learn.fitting.promotion import refit
+        from learn.commands.fit import refit
 
         estimator = self.settings.learn.estimator
         try:

@@ -595,7 +595,7 @@ def _score_chart(key: str, results: Sequence[Promotion], nights: Sequence[Cycle]
     axis, unit, most = _DRAWN[key], "", None
     if key == "accuracy":
         unit, most = "of 1", 1.0
-    elif target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
+    elif target in TARGETS:  # in the target's space, as learn.commands.fit takes it
         is_log = TARGETS[target].space == "log"
         axis, unit = (f"{axis} of the logarithm", "ln") if is_log else (axis, TARGETS[target].unit)
     figures = [_figures(result, key) for result in results]

@@ -12,9 +12,10 @@ import pytest
 from conf.errors import UsageError
 from featurize.configs.features import group_key
 from learn import FitSettings, fit
+from learn.commands.fit import compare as compare_evaluations
+from learn.commands.fit import is_held_out, limits, refit
 from learn.estimators.protocol import ResidualPrediction
 from learn.fitting.artifacts import newest, versions
-from learn.fitting.promotion import compare as compare_evaluations, is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import make_bins
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, restamp, write_batch
