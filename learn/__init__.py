@@ -19,7 +19,6 @@ from featurize.configs.trial import TrialConfig
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.memory.allocator import AllocatorSettings
-from learn.commands.fit import Fit, FitSettings, fit
 from learn.estimation.estimate_view import Note
 from learn.estimation.estimating import (
     DeviceFit,
@@ -32,6 +31,7 @@ from learn.estimation.estimating import (
 from learn.estimation.job_estimate import Estimate
 
 if TYPE_CHECKING:
+    from learn.commands.fit import Fit, FitSettings, fit
     from learn.commands.sharing import FittedSlowdowns, fit_slowdowns
     from learn.planning.plans import LayoutPlan, PlanRow, plan
     from learn.script.estimating import estimate_script
@@ -76,6 +76,9 @@ _LATER = {  # name -> the module that defines it, imported on first use
     "Admission": "sharing.admitting",
     "admit": "sharing.admitting",
     "GpuState": "sharing.admitting",
+    "Fit": "commands.fit",
+    "FitSettings": "commands.fit",
+    "fit": "commands.fit",
     "FittedSlowdowns": "commands.sharing",
     "fit_slowdowns": "commands.sharing",
     "GroupMemory": "sharing.slowdowns",
