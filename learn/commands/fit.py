@@ -23,7 +23,6 @@ import warehouse
 from conf.cli.command_line import StepBar
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import CommandError, UsageError
-from conf.reports.blocks import Callout, Lead, print_blocks, table
 from featurize.configs.features import group_key
 from featurize.configs.trial import config_of_row
 from featurize.job.code_names import trust_key
@@ -48,7 +47,6 @@ from learn.fitting.artifacts import (
     versions,
 )
 from learn.judging.evaluate import CV_FOLDS, Evaluation, evaluate, judged, remarks
-from learn.judging.report import metric_rows
 from learn.judging.scores import NOT_INFORMATIVE, exceeds, mean, median, values_of
 from learn.rows.data import BIN_WIDTHS_GB, MIN_GROUPS, SLOWDOWN, TARGETS, Rows, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
@@ -214,6 +212,9 @@ def entry(settings: FitSettings) -> int:
         from learn.commands.sharing import fit_entry
 
         return fit_entry(settings)
+    from conf.reports.blocks import Callout, Lead, print_blocks, table
+    from learn.judging.report import metric_rows
+
     with StepBar(settings.target) as bar:
         fitted = fit(settings, progress=bar.update)
     rows = fitted.meta["rows"]
