@@ -269,9 +269,8 @@ def _card(rows: Rows) -> float | None:
     if not rows.target.is_memory:
         return None
     known = set(rows.card_mib[np.isfinite(rows.card_mib)].tolist())
-    if len(known) > 1 and rows.ceiling_mib is not None:
-        return rows.ceiling_mib
-    return max(known, default=None)
+    several = len(known) > 1 and rows.ceiling_mib is not None
+    return rows.ceiling_mib if several else max(known, default=None)
 
 
 # ---- the warehouse

@@ -35,6 +35,7 @@ from learn.estimators.protocol import (
     to_space,
     too_few_for,
     traced_rows,
+    within_space,
 )
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.job.training_job import Case
@@ -248,8 +249,7 @@ def kinds_to_leave_out(
     masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # operators that always come together: once
     for axis, of_axis in masks.items():
         usable = [m for m in of_axis.values() if min((exact & m).sum(), (exact & ~m).sum()) >= LEAST_LEFT_OUT]
-        for mask in sorted(usable, key=lambda m: -int(m.sum()))[:MOST_LEFT_OUT]:
-            yield axis, mask
+        yield from ((axis, mask) for mask in sorted(usable, key=lambda m: -int(m.sum()))[:MOST_LEFT_OUT])
 
 
 def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
@@ -306,9 +306,7 @@ class HybridEstimator(Estimator):
         self.target = rows.target
         self._columns = self._choose(records)
         table, base = self._table(rows.cases, records), self._base(records)
-        label = to_space(rows.label, self.target.space)
-        if self.target.space == "ratio":
-            label = np.clip(label, 0.0, 1.0)
+        label = within_space(to_space(rows.label, self.target.space), self.target.space)
         weight = _balance(rows.module)
         if self.target.is_memory:
             traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
@@ -444,8 +442,7 @@ class HybridEstimator(Estimator):
 
     def _centre(self, trees: Trees | Boosters, table: np.ndarray, base: np.ndarray) -> np.ndarray:
         if not self.target.is_memory:
-            raw: np.ndarray = base + trees.predict(table)
-            return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
+            return within_space(base + trees.predict(table), self.target.space)
         # From traced to estimated memory, for each network: a curve through knots that never falls.
         log_traced = np.log2(np.exp(base))
         place = np.clip(log_traced, self._knots[0], self._knots[-1])

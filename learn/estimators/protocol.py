@@ -299,10 +299,15 @@ def to_space(values: np.ndarray, space: str) -> np.ndarray:
     return np.log(np.maximum(values, 1e-9)) if space == "log" else values
 
 
+def within_space(values: np.ndarray, space: str) -> np.ndarray:
+    """Return values of the space, ratios clipped to [0, 1]."""
+    return np.clip(values, 0.0, 1.0) if space == "ratio" else values
+
+
 def from_space(values: np.ndarray, space: str) -> np.ndarray:
     """Inverse of `to_space`; ratios are clipped to [0, 1]."""
     values = np.asarray(values, dtype=float)
-    return np.asarray(np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0))
+    return np.asarray(np.exp(values) if space == "log" else within_space(values, space))
 
 
 @dataclass(frozen=True, eq=False)

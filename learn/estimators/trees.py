@@ -31,6 +31,7 @@ from learn.estimators.protocol import (
     require_rows,
     to_space,
     too_few_for,
+    within_space,
 )
 from learn.job.training_job import Case
 from learn.rows.data import Rows
@@ -475,13 +476,12 @@ class TabularEstimator(Estimator):
         self.target = rows.target
         self.table = FeatureTable.learn(rows.cases)
         features = self.table.matrix(rows.cases).astype(self.dtype)
-        label = to_space(rows.label / self._rough(rows.cases), rows.target.space)
-        if rows.target.space == "ratio":
-            label = np.clip(label, 0.0, 1.0)
+        space = rows.target.space
+        label = within_space(to_space(rows.label / self._rough(rows.cases), space), space)
 
         held_out = cross_fit(
             group_folds(rows.group, FOLDS, self.seed),
-            lambda inside: self._within(self._train(features[inside], label[inside]).predict(features[~inside])),
+            lambda inside: within_space(self._train(features[inside], label[inside]).predict(features[~inside]), space),
         )
         self._residuals = np.sort(label - held_out)
         self.trees = self._train(features, label)
@@ -503,7 +503,7 @@ class TabularEstimator(Estimator):
     ) -> ResidualPrediction:
         """Return the prediction for the trees' values, (n,), and the rough figures; NaN for the rows of `refusals`."""
         return ResidualPrediction(
-            self._within(raw),
+            within_space(raw, self.target.space),
             self._residuals,
             self.target.space,
             warnings=too_few_for(LEVEL, len(self._residuals)),
@@ -543,9 +543,6 @@ class TabularEstimator(Estimator):
         self._residuals = np.asarray(state["residuals"], dtype=float)
         self.times_rough = bool(state.get("times_rough"))
         self.trees = Trees.load(folder, self.model_name)
-
-    def _within(self, raw: np.ndarray) -> np.ndarray:
-        return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
 
 
 class LightGBMEstimator(TabularEstimator):

@@ -68,9 +68,8 @@ def print_figures(target: str, figures: Sequence[Figures]) -> None:
     error = partial(error_text, target in TARGETS and TARGETS[target].space == "log")
     for of_file in figures:
         accuracy = _cell_text(_class_score(of_file, "published", "accuracy"))
-        text = f"median {error(of_file.raw.median)}, p90 {error(of_file.raw.p90)}, accuracy {accuracy}"
-        if of_file.own_labels:
-            text = NOT_INFORMATIVE
+        errors = f"median {error(of_file.raw.median)}, p90 {error(of_file.raw.p90)}, accuracy {accuracy}"
+        text = NOT_INFORMATIVE if of_file.own_labels else errors
         print(f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {text}", file=sys.stderr)
 
 

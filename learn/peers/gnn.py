@@ -32,6 +32,7 @@ from learn.estimators.protocol import (
     to_space,
     too_few_for,
     traced_rows,
+    within_space,
 )
 from learn.job.training_job import Case
 from learn.peers.base import arrays_of, in_parts, quiet_torch, steady, train_best, with_arrays
@@ -100,8 +101,7 @@ class GNNEstimator(Estimator):
             net = train(GraphNet(**self._shape), graphs, label, rows.censored, held_out, self.seed, epochs=epochs)
             self._weights = arrays_of(net)
         judged = np.flatnonzero(held_out & ~rows.censored)
-        if rows.target.space == "ratio":
-            label = np.clip(label, 0.0, 1.0)
+        label = within_space(label, rows.target.space)
         self._residuals = np.sort(label[judged] - self._centre([graphs[i] for i in judged]))
         return self
 

@@ -110,9 +110,8 @@ def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) 
     """Return bins of `bin_gb` * 1024 MiB. The last one is open: with `ceiling_mib`, the memory of a device that rows
     ran out of, the bin that ends there ("at least this much"); else the largest label's."""
     width = bin_gb * MIB_PER_GB
-    top = int(np.max(labels_mib, initial=0.0) // width)
-    if ceiling_mib is not None:
-        top = max(0, math.ceil(ceiling_mib / width) - 1)
+    of_labels = int(np.max(labels_mib, initial=0.0) // width)
+    top = of_labels if ceiling_mib is None else max(0, math.ceil(ceiling_mib / width) - 1)
     if top > _MOST_BINS:
         raise UsageError(
             f"a label of {np.max(labels_mib):,.6g} MiB is more than any GPU has: mend or leave out that run"
