@@ -12,8 +12,7 @@ import pytest
 from conf.errors import UsageError
 from featurize.configs.features import group_key
 from learn import FitSettings, fit
-from learn.commands.fit import compare as compare_evaluations
-from learn.commands.fit import is_held_out, limits, refit
+from learn.commands.fit import compare as compare_evaluations, is_held_out, limits, refit
 from learn.estimators.protocol import ResidualPrediction
 from learn.fitting.artifacts import newest, versions
 from learn.judging.evaluate import judged
