@@ -52,6 +52,16 @@ from learn.rows.data import BIN_WIDTHS_GB, MIN_GROUPS, SLOWDOWN, TARGETS, Rows, 
 from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
+HELD_OUT_SHARE = 0.2  # share of configurations; changing it would let models see the rows that judged earlier ones
+LEAST_JUDGES = 30  # rows with an exact label that neither model has seen
+LEAST_FITTED = 30
+CONFIDENCE = 0.95  # one-sided, for each limit
+DRAWS = 2_000
+ALLOWED_SHARE = 0.05  # share of the current model's mean error
+# A smaller difference, by the space of errors, does not keep a newer model back: half of the 1 % of memory, and a tenth
+# of the 0.05 of activity, by which a repeated configuration may differ before a machine counts as sick.
+ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Checked):
@@ -230,11 +240,6 @@ def entry(settings: FitSettings) -> int:
         Lead(f"artifact: {fitted.path}"),
     )
     return 0
-
-
-HELD_OUT_SHARE = 0.2  # share of configurations; changing it would let models see the rows that judged earlier ones
-LEAST_JUDGES = 30  # rows with an exact label that neither model has seen
-LEAST_FITTED = 30
 
 
 def refit(
@@ -456,14 +461,6 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
         return now
     written = datetime.strptime(current.version.partition("-")[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     return max(now, written + timedelta(seconds=1))
-
-
-CONFIDENCE = 0.95  # one-sided, for each limit
-DRAWS = 2_000
-ALLOWED_SHARE = 0.05  # share of the current model's mean error
-# A smaller difference, by the space of errors, does not keep a newer model back: half of the 1 % of memory, and a tenth
-# of the 0.05 of activity, by which a repeated configuration may differ before a machine counts as sick.
-ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 
 
 def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> dict[str, Any]:

@@ -249,7 +249,8 @@ def kinds_to_leave_out(
     masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # operators that always come together: once
     for axis, of_axis in masks.items():
         usable = [m for m in of_axis.values() if min((exact & m).sum(), (exact & ~m).sum()) >= LEAST_LEFT_OUT]
-        yield from ((axis, mask) for mask in sorted(usable, key=lambda m: -int(m.sum()))[:MOST_LEFT_OUT])
+        for mask in sorted(usable, key=lambda m: -int(m.sum()))[:MOST_LEFT_OUT]:
+            yield axis, mask
 
 
 def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:

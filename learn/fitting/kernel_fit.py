@@ -215,6 +215,22 @@ _DESCENT = Descent(
         "leftover": (0.0, 1.0),
     },
 )
+_SOURCES = ("measured", "imported")
+LEAST_ROWS = 20
+# Sources whose weight is not the square root of their number of rows.
+WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.0}
+# GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
+# runs on both).
+_LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
+FARM = "farm"  # source of this folder's own trials
+_COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
+_FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # precede the family in timm's model names
+# Operators whose output has the shape of their first input.
+_POINTWISE = tuple(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,25 +424,6 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
 
 def _compute_of(name: str) -> float:
     return next((share for kind, share in _COMPUTE_OF.items() if name.startswith(kind)), _COMPUTE)
-
-
-_SOURCES = ("measured", "imported")
-LEAST_ROWS = 20
-# Sources whose weight is not the square root of their number of rows.
-WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.0}
-# GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
-# runs on both).
-_LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
-FARM = "farm"  # source of this folder's own trials
-_COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
-_FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
-
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # precede the family in timm's model names
-# Operators whose output has the shape of their first input.
-_POINTWISE = tuple(
-    f"aten::{name}"
-    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -450,7 +450,8 @@ def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the name of each set of rows that is judged together, with its mask."""
     steps = fit.steps
     long_rows = np.array([(row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any() for row in fit.rows])
-    yield from ((str(source), fit.sources == source) for source in np.unique(fit.sources))
+    for source in np.unique(fit.sources):
+        yield str(source), fit.sources == source
     for name, mask in (
         ("products, convolutions", np.isin(fit.groups, _TILED_OPERATORS)),
         ("depthwise networks", steps & np.array([_is_depthwise(row) for row in fit.rows])),
@@ -458,7 +459,8 @@ def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
     ):
         if mask.any():
             yield name, mask
-    yield from ((str(device), (fit.devices == device) & steps) for device in np.unique(fit.devices[steps]))
+    for device in np.unique(fit.devices[steps]):
+        yield str(device), (fit.devices == device) & steps
 
 
 def _is_depthwise(row: MeasuredTime) -> bool:

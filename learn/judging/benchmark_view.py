@@ -137,10 +137,11 @@ def classes_table(done: Benchmark) -> FigureTable:
                 "accuracy 1 GB": _class_score(figures, "ours", "accuracy"),
                 "macro F1 1 GB": _class_score(figures, "ours", "macro_f1"),
             }
+        bound = figures.bound
         cells |= {
-            "under bound": getattr(figures.bound, "coverage", None),
-            "above it": getattr(figures.bound, "above", None),
-            "bound over label": getattr(figures.bound, "excess", None),
+            "under bound": None if bound is None else bound.coverage,
+            "above it": None if bound is None else bound.above,
+            "bound over label": None if bound is None else bound.excess,
             "recall by class": _recalls(figures),
         }
         rows.append({"rows": figures.file, "estimator": figures.estimator, **_if_informative(figures, cells)})
