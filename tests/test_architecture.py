@@ -41,7 +41,7 @@ LAYERS = {
         "configs",
         "trace",
     ),
-    "workers": ("telemetry", "devices", "task", "trial", "labels", "probes"),
+    "workers": ("telemetry", "devices", "task", "trial", "quality", "labels", "probes"),
     "learn": (
         "job",
         "rows",

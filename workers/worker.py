@@ -26,13 +26,10 @@ from workers.labels import MEANS, EndedMember, label_ranks, label_run, labelled_
 from workers.task import RunClock, RunResult, Task
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sensors import SensorUnavailable, call_within, to_table
+from workers.trial.reports import KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.running import (
-    KERNEL_COLUMNS,
-    Failure,
     MpsDaemon,
     MpsUnavailable,
-    Observed,
-    ReportReader,
     RunningTrial,
     TrialServer,
     kernel_oom_kills,

@@ -25,7 +25,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import select
 from warehouse.tables.schema import ENVIRONMENT, reasons_of
-from workers.labels import REASONS
+from workers.quality import REASONS
 
 PREFIX = "canary-"  # prefix of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}

@@ -11,7 +11,7 @@ from featurize.configs.trial import config_of_user
 from tests.surroundings import ENDS_WITHIN_S
 from workers.devices import TrialSettings, WindowSettings
 from workers.task import Task
-from workers.trial.running import READINGS_KEPT, ReportReader
+from workers.trial.reports import READINGS_KEPT, ReportReader
 
 SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
 
@@ -120,7 +120,7 @@ def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, 
 
 def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monkeypatch):
     monkeypatch.setattr("workers.trial.running._GOODBYE_S", 0.5)
-    monkeypatch.setattr("workers.trial.running.READINGS_KEPT", 2000)
+    monkeypatch.setattr("workers.trial.reports.READINGS_KEPT", 2000)
     monkeypatch.setattr("workers.trial.running.READINGS_KEPT", 2000)
     assert READINGS_KEPT >= 36_000, "an hour of steps is no flood"
     result = ends_well(worker, hostile("flood_of_steps", 20_000))

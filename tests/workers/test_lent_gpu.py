@@ -9,7 +9,7 @@ from workers.labels import label_run
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.nvml import GpmSensor, NvmlSensor, memory_before
 from workers.telemetry.sensors import Sample, WatchTarget
-from workers.trial.running import Observed
+from workers.trial.reports import Observed
 
 MIB = 2**20
 S = 1_000_000_000

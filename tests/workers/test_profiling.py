@@ -12,7 +12,8 @@ from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import KernelSettings, TrialSettings, WindowSettings, training
 from workers.devices.training import dims_text, kernels_of_trace, report_kernels
 from workers.labels import table_of_rows
-from workers.trial.running import BROKEN, KERNEL_COLUMNS, ReportReader, RunningTrial
+from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
+from workers.trial.running import RunningTrial
 
 
 def call(name, ts, dur, external=0, thread=1, category="cpu_op", **args):

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from warehouse.tables.schema import QUALITIES, RUN_SCHEMA
-from workers.labels import REASONS, counter_growth, label_run, peak_memory_mib
+from workers.labels import counter_growth, label_run, peak_memory_mib
+from workers.quality import REASONS
 from workers.telemetry.sensors import Sample, window_mean
-from workers.trial.running import Observed
+from workers.trial.reports import Observed
 
 S = 1_000_000_000
 PERIOD_NS = S // 10

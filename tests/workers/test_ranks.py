@@ -21,7 +21,7 @@ from tests.trials import SHORT, mlp, task
 from workers.devices import KernelSettings
 from workers.telemetry.sensors import Sample, Sensor, TelemetrySettings, WatchTarget
 from workers.trial import body
-from workers.trial.running import BROKEN, ReportReader
+from workers.trial.reports import BROKEN, ReportReader
 
 
 def of_two(spec):

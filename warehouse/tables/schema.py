@@ -131,7 +131,7 @@ class Run:
     # added in version 2
     quality: Annotated[str | None, "how reliable the labels are: trusted, suspect or untrusted"] = None
     quality_reasons: Annotated[Mapping[str, str] | None, "JSON: reason, and details"] = None
-    # see workers.labels.Verdict
+    # see workers.quality.Verdict
     quality_summary: Annotated[Mapping[str, Any] | None, "JSON: details of the verdict on the labels"] = None
     samples_measured: Annotated[int | None, "telemetry rows of the window with a fresh reading"] = None
     samples_repeated: Annotated[int | None, "telemetry rows of the window that repeat an earlier reading"] = None
@@ -289,7 +289,7 @@ COLUMNS: Mapping[str, Columns] = {
         "sensor": (_TEXT, "source of the reading: nvml, gpm, dcgm, process, torch or simulated"),
         "phase": (_TEXT, "warmup or window; NULL before and after"),
         "quality": (_TEXT, "measured, repeated, unavailable or suspect"),
-        # `workers.labels.REASONS`, comma-separated
+        # `workers.quality.REASONS`, comma-separated
         "reasons": (_TEXT, "why the reading is unavailable or suspect"),
         **{
             name: (_WHOLE if name == "throttle_reasons" else _REAL, f"{meaning}; {unit}")

@@ -52,8 +52,8 @@ class Sample:
 
     Averages end at `t_ns`, from which a lagging source has subtracted its lag. They begin at `since_ns` (None: at the
     previous sample). `quality` is one of `warehouse.tables.schema.SAMPLE_QUALITIES`. A sensor sets `repeated` for
-    values that it served before, and `unavailable`, without values, for a failed reading. `workers.labels`
-    sets `suspect`. `reasons` explain the quality.
+    values that it served before, and `unavailable`, without values, for a failed reading. `workers.quality` sets
+    `suspect`. `reasons` explain the quality.
     """
 
     t_ns: int

@@ -10,7 +10,7 @@ Start reading at `run_trial`; `workers.devices.Link` is the trial's side of the 
 memory, traceback). If asked for, `kernels` (rows of that table) and `profiled` (why there are none) follow after
 `result` and `bye`. A trial with several ranks also sends `ranks` (their processes), `rank` (a rank's labels) and
 `rank_ended`; its `step` and `failed` name their rank. A trial that runs beside others sends `warm` and trains until the
-worker sends `open`; after its `result` it trains until `bye`. `workers.trial.running` reads the events and checks their
+worker sends `open`; after its `result` it trains until `bye`. `workers.trial.reports` reads the events and checks their
 order and types.
 
 The worker answers in words, one per line: `go` (to a trial that was prepared while another ran), `steady` (every
