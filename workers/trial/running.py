@@ -31,7 +31,7 @@ from workers.devices import Slot, TrialSettings
 from workers.devices.steadiness import TargetFollower
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sensors import Sensor, TelemetrySampler, WatchTarget, make_sensors
-from workers.trial.body import LINE_BYTES as LINE_BYTES, is_device_fault
+from workers.trial.body import is_device_fault
 from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, ReportReader
 
 # Key in a trial server's environment: the Python that executes it; default: this process's Python.
