@@ -82,7 +82,8 @@ def _make_estimates(
     for draft in drafts:
         draft.attempt(Draft.prepare)
     ready = [draft for draft in drafts if draft.error is None]
-    devices, allocator = [draft.device for draft in ready], request.platform.allocator
+    devices = [draft.device for draft in ready]
+    allocator = request.platform.allocator
     traced_steps = steps_of(request.job, devices, allocator=allocator, timeline=timeline, traces=traces)
     for draft, step in zip(ready, traced_steps, strict=True):
         draft.attempt(Draft.take_step, step)

@@ -71,12 +71,13 @@ def step_page(
     traced: SimulatedStep | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None if the model could not be traced."""
-    device, fits = platform.device, estimate.fits(platform.device.memory_mib)
+    device = platform.device
     breakdown, facts = _breakdown(estimate), _facts(job, platform, estimate, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, estimate, traced), _time(job, device, estimate, traced)
         sections = (timeline, breakdown, time, _activations(estimate), facts)
+    fits = estimate.fits(device.memory_mib)
     outcome = Outcome(
         "good" if fits else "bad",
         "fits" if fits else "does not fit",
