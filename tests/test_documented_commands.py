@@ -104,7 +104,7 @@ def fill_place(place):
     with Queue.open(data.queue) as queue:
         about = {"space_json": "{}", "seed": 0, "policy": "uniform", "priority": 0, "device": "{}"}
         job = Job(job_id="cnn-3f2a9c1b", family="cnn", n=1, settings_json="{}", submitted_at=0.0, **about)
-        queue.submit(job, [(0, JSON)], 0.0)
+        queue.submit(job, [(0, JSON)])
     from warehouse.files.snapshots import take_snapshot
 
     for name in ("2026-11-19", "2026-11-20"):

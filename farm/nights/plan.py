@@ -279,7 +279,7 @@ def submit_listed(
     )
     list(record_submitted(configs))
     texts = ((index, text_of_task(*members)) for index, members in tasks)
-    queue.submit(job, texts, time.time())
+    queue.submit(job, texts)
     recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(
         {

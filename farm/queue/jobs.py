@@ -325,7 +325,6 @@ class Queue(contextlib.AbstractContextManager["Queue"]):
         self,
         job: Job,
         configs: Iterable[tuple[int, str]],
-        now: float,
         on_interrupt: Callable[[], None] = lambda: None,
     ) -> int:
         """Add the job and the tasks `(index, config JSON)` that it does not hold yet; return how many were added.

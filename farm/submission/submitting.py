@@ -402,7 +402,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         configs = enumerate(task_texts(settings, existing, settings.n, rejections, shown), start=existing)
         counted = configs if quiet else _show_progress(configs, bar, existing, settings.n)
         try:
-            added = queue.submit(job, counted, time.time(), on_interrupt=lambda: bar.update("taking back", 0, 0))
+            added = queue.submit(job, counted, on_interrupt=lambda: bar.update("taking back", 0, 0))
         except KeyboardInterrupt:
             print(
                 f"{job_id}: interrupted while it was queued; its trials are taken out again",

@@ -34,7 +34,7 @@ def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
     )
     with tempfile.TemporaryDirectory() as folder, Queue.open(Path(folder) / "queue.sqlite") as queue:
         start = time.perf_counter()
-        queue.submit(job, ((i, config) for i in range(tasks)), now=0.0)
+        queue.submit(job, ((i, config) for i in range(tasks)))
         enqueued = time.perf_counter()
         done, now = 0, 0.0
         while leased := queue.lease("worker", batch, now, lease_s=60.0):

@@ -88,7 +88,7 @@ def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequ
             device=device_key(plan.choice),
             submitted_at=time.time(),
         )
-        queue.submit(job, configs, time.time())
+        queue.submit(job, configs)
 
 
 def published_trials(folder: Path) -> list[dict]:

@@ -79,7 +79,7 @@ def leased(queue, *texts):
         settings_json=text_of_settings(SETTINGS),
         submitted_at=0.0,
     )
-    queue.submit(job, enumerate(texts), now=0.0)
+    queue.submit(job, enumerate(texts))
     return queue.lease("w", 10, 0.0, 60.0)
 
 

@@ -151,7 +151,7 @@ def submit_texts(queue, texts, job_id="mlp-00000001", family="mlp", **settings):
         settings_json=text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), **settings)),
         submitted_at=0.0,
     )
-    queue.submit(job, enumerate(texts), now=0.0)
+    queue.submit(job, enumerate(texts))
 
 
 def submit(queue, n, job_id="mlp-00000001", parallel=None, **settings):

@@ -128,7 +128,7 @@ def test_a_night_whose_time_is_up_takes_the_rest_out_and_the_next_one_leaves_out
         assert len(runs(root)) == counts.done == 5 - counts.cancelled
         waiting = sample_range(parse_space("mlp", default_space("mlp")), 0, counts.done, counts.done + 2)
         other = dataclasses.replace(queue.jobs()[0], job_id="mlp-waiting", n=2)
-        queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting), 0.0)
+        queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting))
         assert grow(root, "n=3") == 0
         assert queue.counts("mlp-waiting").queued == 2, "another's job is not this night's"
     plan = json.loads((root / cycles(root)[1].done("choose")["plan"]).read_text())

@@ -44,7 +44,7 @@ def configs(n, start=0):
 
 def submit(queue, *args, **kwargs):
     job = a_job(*args, **kwargs)
-    return queue.submit(job, configs(job.n), 1000.0)
+    return queue.submit(job, configs(job.n))
 
 
 def indices(tasks):
@@ -69,13 +69,13 @@ def queue(path):
 def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
     assert submit(queue, n=5) == 5
     assert submit(queue, n=5) == 0
-    assert queue.submit(a_job(n=8), configs(8, start=queue.next_index("cnn-1")), 2000.0) == 3
+    assert queue.submit(a_job(n=8), configs(8, start=queue.next_index("cnn-1"))) == 3
     assert submit(queue, n=2, priority=4) == 0
     (job,) = queue.jobs()
     assert (queue.counts("cnn-1").queued, job) == (8, a_job(n=8, priority=4, submitted_at=job.submitted_at))
     with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
         submit(queue, seed=1)
-    assert queue.submit(a_job("cnn-2", n=10), list(configs(10))[1::3], 1000.0) == 3
+    assert queue.submit(a_job("cnn-2", n=10), list(configs(10))[1::3]) == 3
     assert queue.next_index("cnn-2") == 0, "a submission goes on at the first index that is missing"
 
 
@@ -88,7 +88,7 @@ def until(error, count, start=0):
 def interrupted(queue, job, configs):
     """Submit until Ctrl-C, which the configs raise."""
     with pytest.raises(KeyboardInterrupt):
-        queue.submit(job, configs, 1000.0)
+        queue.submit(job, configs)
 
 
 def contents(queue):
@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
     def joined_by_another():
         yield from itertools.islice(configs(9000), 4001)
         with Queue.open(path) as other:
-            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
+            assert other.submit(a_job(n=9000), configs(9000)) == 5000
         raise KeyboardInterrupt
 
     interrupted(queue, a_job(n=9000), joined_by_another())
@@ -125,7 +125,7 @@ def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue):
         queue.cancel("cnn-1", 1.0)
         yield from configs(3000, start=2000)
 
-    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
+    queue.submit(a_job(n=3000), cancelled_in_the_middle())
     assert queue.counts() == Counts(cancelled=3000)
 
 
@@ -175,7 +175,7 @@ def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, bro
     settings = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
     texts = {"config": config, "settings": settings, "device": device_key(DeviceChoice(backend="cpu")), broken: text}
     job = a_job(settings_json=texts["settings"], device=texts["device"])
-    queue.submit(job, [(0, texts["config"])], 1000.0)
+    queue.submit(job, [(0, texts["config"])])
     (task,) = queue.lease("w", 1, 0.0, LEASE_S)
     assert isinstance(task, UnreadableTask) and task.problem and len(task.problem) < 5000
     assert queue.finish(task, "invalid", 1.0) and queue.pending() == 0
@@ -337,7 +337,7 @@ def test_a_killed_submission_is_completed_by_the_same_one(path):
         "    for i in range(5000): yield i, '{}'\n"
         "    say('half'); sys.stdin.readline()\n"
         "queue.submit(Job(job_id='cnn-1', family='cnn', space_json='{}', n=9000, seed=0, policy='stratified',\n"
-        '    settings_json=\'{"window":"fixed"}\', submitted_at=1000.0), configs(), 0.0)\n'
+        '    settings_json=\'{"window":"fixed"}\', submitted_at=1000.0), configs())\n'
     )
     with start(code, path) as process:
         assert process.stdout.readline() == "half\n"

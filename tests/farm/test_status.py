@@ -40,7 +40,7 @@ def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
         settings_json='{"timeout_s":300}',
         submitted_at=1_000_000_000.0 + len(queue.jobs()),
     )
-    queue.submit(job, ((i, "{}") for i in range(n if given is None else given)), 1_000_000_000.0)
+    queue.submit(job, ((i, "{}") for i in range(n if given is None else given)))
 
 
 def work(queue, statuses, now=1_000_000_000.0):

@@ -36,7 +36,7 @@ def work(tmp_path):
     about = {"space_json": "{}", "seed": 0, "policy": "uniform", "settings_json": "{}", "device": "{}"}
     with Queue.open(folder.queue) as queue:
         job = Job(job_id="J", family="mlp", n=3, submitted_at=0.0, **about)
-        queue.submit(job, [(index, "{}") for index in range(3)], now=0.0)
+        queue.submit(job, [(index, "{}") for index in range(3)])
         RunWriter(folder).write(run_row(0, family="mlp"), samples(2))
         queue.mark_done("J", {0: "ok"})
     (path / "data" / "bench-published.jsonl").write_text('{"k": 0}\n{"k":')
