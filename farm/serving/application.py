@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gc
 import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -107,7 +107,7 @@ def make_application(settings: ServeSettings, questions: RemoteQuestions | None 
     service = EstimationService(settings, questions)
     pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.scrubber)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await service.warm_up()
         forgetting = asyncio.create_task(service.forget_regularly())
@@ -264,6 +264,7 @@ class EstimationService:
         self.working, self.waiting = Places(settings.limits.concurrent), Places(settings.limits.concurrent)
         self._models = folder.models
         self._models_read_at = float("-inf")
+        self._state = ""  # what answers depend on beside the question
         self.warm = False
 
     async def estimate(self, request: EstimateRequest, caller: Caller) -> Response:
@@ -351,6 +352,8 @@ class EstimationService:
         row = await self.questions.get(key)
         if row is None:
             raise Problem(HTTPStatus.NOT_FOUND, "not-found", "No question has this id; it may have expired.")
+        if row.is_finished:
+            self.metrics.answered("trace")
         return await self._respond(kind, row, caller)
 
     async def warm_up(self) -> None:
@@ -391,7 +394,9 @@ class EstimationService:
         """Return the question's id, another one whenever answers may change: with the code, and with fitted models."""
         if time.monotonic() - self._models_read_at > _MODELS_EVERY_S:
             self._models_read_at = time.monotonic()
-            fitted = (f"{path.parent.name}/{path.name}" for path in sorted(self._models.glob("*/*")))
+            fitted: list[str] = []
+            with contextlib.suppress(OSError):  # a target's folder is deleted meanwhile
+                fitted = [f"{path.parent.name}/{path.name}" for path in sorted(self._models.glob("*/*"))]
             self._state = "\n".join([version_of("gpufarm") or "unknown", FEATURES_STAMP, *fitted])
         return question.key(self._state)
 
@@ -433,6 +438,8 @@ class EstimationService:
                 if current is None:
                     return row  # it was forgotten meanwhile
                 row = current
+            if row.is_finished:
+                self.metrics.answered("trace")
             return row
         finally:
             self.waiting.give_back(client)

@@ -481,7 +481,7 @@ class ServiceMetrics:
         self._seconds.labels(route).observe(seconds)
 
     def answered(self, by: str) -> None:
-        """Count an estimate. by: cache, fast or trace."""
+        """Count an answer. by: cache (stored before it was asked), fast, trace (waited for, or fetched by its URL)."""
         self._answers.labels(by).inc()
 
     def text(self, questions: Mapping[str, int], pool_age_s: float | None) -> bytes:

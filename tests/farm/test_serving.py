@@ -81,6 +81,9 @@ def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(servic
     assert [getattr(done, name) for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
     status, _, again = service.post("/v1/estimate", body)
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
+    _, _, metrics = service.send("GET", "/metrics")
+    counted = re.findall(rb'gpufarm_service_estimates_total\{by="(\w+)"\} [1-9]', metrics)
+    assert {b"trace", b"cache"} <= set(counted)
 
 
 @pytest.fixture
