@@ -53,6 +53,7 @@ from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice, TrialSettings
 from workers.task import RunResult, Task, run_id_of
 
+EXIT_ALL_FAILED = 1
 _LOOK_AGAIN_S = 2.0
 
 
@@ -322,7 +323,6 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     return len(rows)
 
 
-EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
 _ERRORS_READ = 10_000  # latest errors of a job
 _CHARACTERS = 300  # characters of a reason to show
