@@ -78,6 +78,14 @@ if TYPE_CHECKING:
 
 
 GRACE_S = 3.0  # for running trials to end after Ctrl-C; then they are given back, and measured again
+_FAILURES_AT_MOST = 3  # failures of one step that end the cycle, so the next night can begin another
+_ERROR_CHARACTERS = 4000
+_PAIRS_AT_MOST = 5_000  # pairs of a night that gives no number
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
+_COMMAND_S = 60.0
+_WEBHOOK_S = 15.0
+EXIT_FAILED = 1
+_CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
 class NightStop(StopRequest):
@@ -122,12 +130,6 @@ class NightStop(StopRequest):
         )
         if not self._disarmed:
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-
-_FAILURES_AT_MOST = 3  # failures of one step that end the cycle, so the next night can begin another
-_ERROR_CHARACTERS = 4000
-_PAIRS_AT_MOST = 5_000  # pairs of a night that gives no number
-_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
 
 
 class Left(Exception):
@@ -460,10 +462,6 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     return LandPayload(snapshot=name, rows=dict(by_name[name].rows), findings=tuple(findings))
 
 
-_COMMAND_S = 60.0
-_WEBHOOK_S = 15.0
-
-
 def notify(message: Mapping[str, Any], command: str | None, webhook: str | None) -> list[str]:
     """Send the message as JSON to the command's standard input and by POST to the address.
 
@@ -507,10 +505,6 @@ def _run_command(command: str, text: str, outcome: str) -> list[str]:
     except OSError as error:
         return [f"notify.command: {error.strerror}"]
     return [f"notify.command ended with {process.returncode}"] if process.returncode else []
-
-
-EXIT_FAILED = 1
-_CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
 def entry(settings: GrowSettings) -> int:

@@ -47,6 +47,39 @@ from workers.trial.running import PYTHON_VARIABLE
 
 _DESCRIBES_WITHIN_S = 180.0  # reading the files of torch from a cold disk takes long
 _VERSIONS = ("torch_version", "cuda_version", "python_version", "allocator_settings")
+LABELS = {
+    "peak_memory_mib": "MiB",
+    "peak_reserved_mib": "MiB",
+    "peak_allocated_mib": "MiB",
+    "step_time_ms": "ms",
+}
+MEMORY, STEP_TIME = "peak_memory_mib", "step_time_ms"
+_KEY = ("config_hash", "source", "device_name", "memory_fraction")
+# What was measured and is not trusted is a run that ended, with no figures to compare.
+_TRUSTED = "CASE WHEN status = 'ok' AND quality IS DISTINCT FROM 'untrusted' THEN {} END"
+_OF_A_SIDE = {
+    "config": "first(config ORDER BY run_id)",
+    "family": "first(family ORDER BY run_id)",
+    # ok where any run was, else the commonest
+    "status": "CASE WHEN bool_or(status = 'ok') THEN 'ok' ELSE mode(status ORDER BY run_id) END",
+    "error": "first(coalesce(nullif(error, ''), error_type) ORDER BY run_id) FILTER (status <> 'ok' AND "
+    "coalesce(nullif(error, ''), error_type) IS NOT NULL)",
+    "runs": "count(*)",
+}
+_ERROR_CHARACTERS = 300
+_AT_ONCE = 8  # configurations that one child process traces
+_SAME = 1e-6  # relative difference of two sums that is rounding
+SIMULATED = (
+    "Simulated runs see what a release changes above the kernels: which operators a step runs, on which shapes and "
+    "dtypes, in which modules, and which tensors are alive when. They do not see kernels and their speed, the "
+    "algorithms and workspaces that cuDNN and cuBLAS choose, the caching allocator's C++ or the CUDA context: one "
+    "model stands for these on both sides, so a difference there cannot show."
+)
+MEASURED = (
+    "Labels are measured, so kernels, library choices and the allocator count. Figures by operator and module are of "
+    "traced steps, priced by this project's model of the GPU: they say what changed, not what a kernel takes. One "
+    "side ran after the other: compare clocks and temperatures (telemetry) before blaming a release for a few per cent."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,28 +221,6 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     return Environment(text=text, python=python, versions=versions, fingerprint=mapping_hash(identity)[:8])
 
 
-LABELS = {
-    "peak_memory_mib": "MiB",
-    "peak_reserved_mib": "MiB",
-    "peak_allocated_mib": "MiB",
-    "step_time_ms": "ms",
-}
-MEMORY, STEP_TIME = "peak_memory_mib", "step_time_ms"
-_KEY = ("config_hash", "source", "device_name", "memory_fraction")
-# What was measured and is not trusted is a run that ended, with no figures to compare.
-_TRUSTED = "CASE WHEN status = 'ok' AND quality IS DISTINCT FROM 'untrusted' THEN {} END"
-_OF_A_SIDE = {
-    "config": "first(config ORDER BY run_id)",
-    "family": "first(family ORDER BY run_id)",
-    # ok where any run was, else the commonest
-    "status": "CASE WHEN bool_or(status = 'ok') THEN 'ok' ELSE mode(status ORDER BY run_id) END",
-    "error": "first(coalesce(nullif(error, ''), error_type) ORDER BY run_id) FILTER (status <> 'ok' AND "
-    "coalesce(nullif(error, ''), error_type) IS NOT NULL)",
-    "runs": "count(*)",
-}
-_ERROR_CHARACTERS = 300
-
-
 @dataclass(frozen=True, kw_only=True)
 class StatusChange:
     """Configurations that ended with another status, or failed on both sides."""
@@ -314,10 +325,6 @@ def error_of(side: Mapping[str, Any]) -> str | None:
     if side["status"] == "ok" or side["error"] is None:
         return None
     return error_line(side["error"])[:_ERROR_CHARACTERS]
-
-
-_AT_ONCE = 8  # configurations that one child process traces
-_SAME = 1e-6  # relative difference of two sums that is rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,19 +441,6 @@ def _largest_first(change: Change) -> tuple[Any, ...]:
 def _none() -> tuple[Counter[str], Counter[str]]:
     """Return the figures of both sides before anything is added."""
     return Counter(dict.fromkeys(FIGURES, 0)), Counter(dict.fromkeys(FIGURES, 0))
-
-
-SIMULATED = (
-    "Simulated runs see what a release changes above the kernels: which operators a step runs, on which shapes and "
-    "dtypes, in which modules, and which tensors are alive when. They do not see kernels and their speed, the "
-    "algorithms and workspaces that cuDNN and cuBLAS choose, the caching allocator's C++ or the CUDA context: one "
-    "model stands for these on both sides, so a difference there cannot show."
-)
-MEASURED = (
-    "Labels are measured, so kernels, library choices and the allocator count. Figures by operator and module are of "
-    "traced steps, priced by this project's model of the GPU: they say what changed, not what a kernel takes. One "
-    "side ran after the other: compare clocks and temperatures (telemetry) before blaming a release for a few per cent."
-)
 
 
 @dataclass(frozen=True, kw_only=True)

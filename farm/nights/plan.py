@@ -83,6 +83,11 @@ WRITTEN = (
     "kernels",
     "collocate",
 )
+_AHEAD = 1.5  # with a time only: planned runs for each that is expected to fit
+_ROWS_AT_MOST = 5_000  # known rows that a choice reads: more cost minutes and add little
+_TRIED = 200  # sample of candidates whose expected times show how many runs fit
+_PAST_RUNS = 10  # runs of a family that make its median wall time the expected one
+_STARTUP_S, _STEPS = 15.0, 100  # otherwise a guess: process start and context, and steps until a window is steady
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,11 +378,6 @@ def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     return {row["task_index"] for row in select(folder, query, [job_id])}
 
 
-_AHEAD = 1.5  # with a time only: planned runs for each that is expected to fit
-_ROWS_AT_MOST = 5_000  # known rows that a choice reads: more cost minutes and add little
-_TRIED = 200  # sample of candidates whose expected times show how many runs fit
-
-
 @dataclass(frozen=True)
 class Planned:
     """One configuration of a plan. `place`: its (sequence, index); None if measured again."""
@@ -551,10 +551,6 @@ def _positions_after(settings: GrowSettings, cycles: Sequence[Cycle], next_index
     """Return `next_index`: where each family's sequence continues."""
     positions = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **positions}
-
-
-_PAST_RUNS = 10  # runs of a family that make its median wall time the expected one
-_STARTUP_S, _STEPS = 15.0, 100  # otherwise a guess: process start and context, and steps until a window is steady
 
 
 def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:

@@ -69,6 +69,19 @@ GROUPS_SHOWN = 12  # groups of failures
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3
+_MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
+_OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
+_BEGINNINGS = {
+    "done": "The night is done",
+    "cut short": "The night was cut short",
+    "sick": "The machine is sick, and only canaries ran",
+    "failed": "The cycle failed",
+}
+_GIST = 300  # characters of an error's sentence, at most
+_SENTENCE = 3000  # of a cycle's, which ends with the reason if every trial failed
+SHOWN_CYCLES = 40  # cycles of a curve: the newest
+_WHY = 1000  # characters of a decision's reason
+_DRAWN = {"mean_abs_error": "mean absolute error", "accuracy": "accuracy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +244,6 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[Fail
         ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
     )
     return tuple(FailureGroup(**group) for group in groups.to_arrow_table().to_pylist())
-
-
-_MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
-_OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
-_BEGINNINGS = {
-    "done": "The night is done",
-    "cut short": "The night was cut short",
-    "sick": "The machine is sick, and only canaries ran",
-    "failed": "The cycle failed",
-}
-_GIST = 300  # characters of an error's sentence, at most
-_SENTENCE = 3000  # of a cycle's, which ends with the reason if every trial failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,11 +530,6 @@ def _findings(report: Report) -> Section:
     lines = [(f.severity, f.rule, f.count, f.said, "; ".join(f.examples)) for f in landed.findings]
     heads = ("severity", "rule", "count", "*what is wrong", "*as")
     return Section("findings", "Quality findings", (table(heads, lines, words=2),))
-
-
-SHOWN_CYCLES = 40  # cycles of a curve: the newest
-_WHY = 1000  # characters of a decision's reason
-_DRAWN = {"mean_abs_error": "mean absolute error", "accuracy": "accuracy"}
 
 
 def _canaries(report: Report) -> Section:

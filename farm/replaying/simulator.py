@@ -39,6 +39,17 @@ from workers.devices.simulated import SHARING, GpuLoad, shared_speeds, stalled_s
 from workers.devices.steadiness import student_t
 
 _NOISE = 0.10  # relative standard deviation of a group's slowdown around the model (assumed)
+_FINISH, _WARM, _READY = range(3)
+POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
+SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
+MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
+LEAST_GAIN = 0.1  # least gain from another job on a GPU, in jobs at full speed
+LOOKAHEAD = 32  # waiting jobs that `ours` looks at
+PATIENCE_S = 1800.0  # after which GPUs are emptied for the head of the queue
+_LOOKED_AT = 32  # GPUs that `ours` compares: those with the least SM activity
+_CARMA_GPUS, _OTHER_GPUS = 4, 64
+MOST_SEEDS = 1000
+NO_ESTIMATOR = "–"
 
 
 class Contention:
@@ -150,9 +161,6 @@ class GpuPool:
         self.activity[gpu] = active
         self._set_open(gpu)
         return self.contention.speeds(kinds)
-
-
-_FINISH, _WARM, _READY = range(3)
 
 
 class PlacementPolicy:
@@ -426,15 +434,6 @@ class _Simulation:
         )
 
 
-POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
-SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
-MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
-LEAST_GAIN = 0.1  # least gain from another job on a GPU, in jobs at full speed
-LOOKAHEAD = 32  # waiting jobs that `ours` looks at
-PATIENCE_S = 1800.0  # after which GPUs are emptied for the head of the queue
-_LOOKED_AT = 32  # GPUs that `ours` compares: those with the least SM activity
-
-
 class _FittingPolicy(PlacementPolicy):
     """Takes GPUs with enough measured free memory for the estimate."""
 
@@ -575,10 +574,6 @@ def make_policy(
     )
 
 
-_CARMA_GPUS, _OTHER_GPUS = 4, 64
-MOST_SEEDS = 1000
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings(Checked):
     """Which trace to replay, and under which policies. Raises `UsageError` that names every bad key together.
@@ -648,9 +643,6 @@ class ReplaySettings(Checked):
     @property
     def gpu_count(self) -> int:
         return self.gpus or (_CARMA_GPUS if self.trace == GENERATORS[0] else _OTHER_GPUS)
-
-
-NO_ESTIMATOR = "–"
 
 
 @dataclass(frozen=True)
