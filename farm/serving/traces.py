@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from conf.children.running import MEMORY, TIME, ChildServer, Ended, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
@@ -273,13 +273,25 @@ class TraceStore:
 
 
 class RemoteQuestions:
-    """The questions of a service on Ray Serve: `TraceStore`'s methods, called on the deployment `Traces` (`handle`)."""
+    """The questions of a service on Ray Serve, with `TraceStore`'s methods. handle: of the deployment `Traces`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name).remote
+    async def ask(self, key: str, question: str, client: str) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.ask.remote(key, question, client))
+
+    async def get(self, key: str) -> QuestionRow | None:
+        return cast("QuestionRow | None", await self._handle.get.remote(key))
+
+    async def forget(self) -> None:
+        await self._handle.forget.remote()
+
+    async def counts(self) -> dict[str, int]:
+        return cast("dict[str, int]", await self._handle.counts.remote())
+
+    async def pulse_age_s(self) -> float | None:
+        return cast("float | None", await self._handle.pulse_age_s.remote())
 
     def close(self) -> None:
         """Do nothing: other replicas use the deployment."""
