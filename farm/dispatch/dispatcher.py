@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
+from typing import NamedTuple
 
 from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY
 from conf.errors import UsageError, error_line, print_lines, safe_text
@@ -376,13 +377,21 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
     return RayExecutor(choice, cluster, environment)
 
 
+class Clocks(NamedTuple):
+    """Functions that return seconds: since the epoch, which may jump, and of a clock that never does."""
+
+    wall: Callable[[], float]
+    steady: Callable[[], float]
+
+
+REAL_CLOCKS = Clocks(time.time, time.monotonic)
+
+
 class Dispatcher:
     """Runs the tasks of one device, or of one of its jobs.
 
     Deadlines, leases and backoffs follow the steady clock, from the epoch as it was at the start; what is recorded of a
     run follows the wall clock.
-
-    `wall` and `steady` return seconds: since the epoch, which may jump, and of a clock that never does.
 
     `shares`: number of workers among which the tasks are divided. Worker i gets those with index % shares == i, and
     takes others only when these are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
@@ -398,8 +407,7 @@ class Dispatcher:
         executor: Executor,
         device_key: str,
         progress: Progress,
-        wall: Callable[[], float] = time.time,
-        steady: Callable[[], float] = time.monotonic,
+        clocks: Clocks = REAL_CLOCKS,
         service: Service | None = None,
         job_id: str | None = None,
         shares: int = 1,
@@ -416,10 +424,9 @@ class Dispatcher:
         self._executor = executor
         self._device_key = device_key
         self._progress = progress
-        self._wall = wall
-        self._steady = steady
+        self._clocks = clocks
         # Leases of this dispatcher do not end because the system's clock is set.
-        self._epoch_s = wall() - steady()
+        self._epoch_s = clocks.wall() - clocks.steady()
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; an unreadable one is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> its next task, leased already so it can prepare
@@ -428,7 +435,7 @@ class Dispatcher:
         self._returned: list[Completion] = []  # to land, in this order
         self._failing_since_s: float | None = None  # by `steady`: when the first of them failed to land
         self._stuck_at: dict[str, float] = {}  # run_id -> deadline of its completion, by `steady`
-        self._renewed_at = steady()
+        self._renewed_at = clocks.steady()
 
     def run(self, stop: StopRequest) -> bool:
         """Work until this device's tasks are done (True) or `stop` asks to leave (False).
@@ -534,7 +541,7 @@ class Dispatcher:
 
     def _expect_back(self, spec: Task) -> None:
         trials = 1 + len(spec.alone)  # a group runs each member alone as well
-        self._stuck_at[spec.run_id] = self._steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
+        self._stuck_at[spec.run_id] = self._clocks.steady() + trials * (spec.settings.timeout_s + _STUCK_AFTER_S)
 
     def _land_returned(self) -> None:
         """Land the returned completions. After an error that may pass, the rest is kept for the next turn."""
@@ -544,7 +551,7 @@ class Dispatcher:
             except OSError as error:
                 if isinstance(error, QueueError) or not is_passing(error):
                     raise
-                now_s = self._steady()
+                now_s = self._clocks.steady()
                 if self._failing_since_s is None:
                     self._failing_since_s = now_s
                     self._progress.say(f"{self._returned[0].task.run_id} cannot land now, and is kept: {error}")
@@ -621,7 +628,7 @@ class Dispatcher:
                 if solo.status in MEASURED and solo.quality != "untrusted" and solo.config_hash:
                     self._alone[worker, task.settings, solo.config_hash] = solo
         run = result.run
-        self._queue.finish(task, run.status, self._wall(), error=run.error)
+        self._queue.finish(task, run.status, self._clocks.wall(), error=run.error)
         self._progress.landed(run)
         self._ran.setdefault(task.job_id)
         self._service.samples(run, result.telemetry)
@@ -641,7 +648,7 @@ class Dispatcher:
 
     def _restart_stuck_workers(self) -> None:
         """Restart workers long past their trial's deadline: they hang themselves, as with a wedged driver."""
-        now = self._steady()
+        now = self._clocks.steady()
         waiting = self._executor.waiting()
         for worker, task in self._executor.running().items():
             if worker in waiting:
@@ -653,14 +660,14 @@ class Dispatcher:
                 self._executor.restart(worker)
 
     def _renew(self) -> None:
-        now = self._steady()
+        now = self._clocks.steady()
         if now - self._renewed_at >= _RENEW_EVERY_S and self._leased:
             self._queue.renew(list(self._leased.values()), self._now(), LEASE_S)
             self._renewed_at = now
 
     def _now(self) -> float:
         """Return this dispatcher's seconds since the epoch, which changes of the system's clock do not affect."""
-        return self._epoch_s + self._steady()
+        return self._epoch_s + self._clocks.steady()
 
 
 def _looks_ahead(task: Task) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from conf.errors import EnvironmentProblem
 from farm.dispatch.dispatcher import (
     LEASE_S,
+    Clocks,
     Dispatcher,
     StopRequest,
     lost_run,
@@ -161,7 +162,7 @@ def submit(queue, n, job_id="mlp-00000001", parallel=None, **settings):
 def run_with(folder, queue, executor, stop=None, **options):
     """Work the queue off with this executor and by its clock; return whether all is done."""
     clock = executor.clock
-    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock, clock, **options)
+    dispatcher = Dispatcher(folder, queue, executor, DEVICE, Quiet(), Clocks(clock, clock), **options)
     return dispatcher.run(stop or Stop())
 
 
@@ -324,7 +325,7 @@ class Jumping(ScriptedExecutor):
 
 
 def work_by_two_clocks(folder, queue, executor):
-    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), executor.wall, executor.clock).run(Stop())
+    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), Clocks(executor.wall, executor.clock)).run(Stop())
 
 
 JUMPS = pytest.mark.parametrize("jump_s", [400 * 24 * 3600.0, -400 * 24 * 3600.0])
