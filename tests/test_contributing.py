@@ -57,10 +57,10 @@ def test_the_sensor_of_the_page_keeps_the_contract_and_its_readings_land(project
     (column, module, sensor, case), commands = section("Add a telemetry sensor")
     add_row(project / "warehouse" / "tables" / "schema.py", "METRICS", column)
     (project / "workers" / "telemetry" / "load.py").write_text(module)
-    add_row(project / "workers" / "telemetry" / "sampler.py", "SENSORS", sensor)
+    add_row(project / "workers" / "telemetry" / "sensors.py", "SENSORS", sensor)
     suite = project / "tests" / "contracts" / "test_sensor_contract.py"
     text = suite.read_text("utf-8").replace(
-        "import SENSORS\n", "import SENSORS\nfrom workers.telemetry.load import LoadSensor\n"
+        "from workers.telemetry.nvml", "from workers.telemetry.load import LoadSensor\nfrom workers.telemetry.nvml", 1
     )
     suite.write_text(text.replace("\n\n@pytest.fixture(params=CASES)", f"\n\n{case}\n\n@pytest.fixture(params=CASES)"))
     run(project, ["python -m pytest tests/contracts/test_sensor_contract.py"], tmp_path)
@@ -71,5 +71,5 @@ def test_the_sensor_of_the_page_keeps_the_contract_and_its_readings_land(project
 def test_the_optimizer_of_the_page_trains_and_is_simulated(project, tmp_path):
     (known, made), commands = section("Add an optimizer")
     add_row(project / "featurize" / "job" / "training_settings.py", "OPTIMIZERS", known)
-    add_row(project / "featurize" / "training" / "optimizers.py", "_MAKERS", made)
+    add_row(project / "featurize" / "training" / "training_step.py", "_MAKERS", made)
     assert "ok 2" in run(project, commands, tmp_path)
