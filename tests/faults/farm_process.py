@@ -77,7 +77,7 @@ class Farm:
         return [trial for keeper in keepers for trial in _children(keeper)]
 
     def servers(self):
-        return [p for p in self.processes() if "workers.trial.body" in _cmdline(p) and not _is_trial(p)]
+        return [p for p in self.processes() if "-m workers.trial" in _cmdline(p) and not _is_trial(p)]
 
     def actors(self):
         return [p for p in self.processes() if _cmdline(p).startswith("ray::RayWorker")]
@@ -92,7 +92,7 @@ def _cmdline(process):
 
 def _is_trial(process):
     try:
-        return "workers.trial.body" in _cmdline(process.parent())
+        return "-m workers.trial" in _cmdline(process.parent())
     except (psutil.Error, AttributeError):
         return False
 

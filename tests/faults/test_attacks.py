@@ -98,8 +98,8 @@ def kind_of(process, dispatcher):
     name, line = process.name(), " ".join(process.cmdline())
     if process.pid == dispatcher:
         return "dispatcher"
-    if "workers.trial.body" in line:  # as in those that are forked from it
-        above = sum("workers.trial.body" in " ".join(parent.cmdline()) for parent in process.parents())
+    if "-m workers.trial" in line:  # as in those that are forked from it
+        above = sum("-m workers.trial" in " ".join(parent.cmdline()) for parent in process.parents())
         return ("trial server", "keeper")[above] if above < 2 else "trial"
     if name in ("gcs_server", "raylet"):
         return name

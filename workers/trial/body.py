@@ -1,6 +1,6 @@
 """A trial's own side: the trial server, and the trial that its child runs and reports, one event as JSON per line.
 
-The trial server (`python -m workers.trial.body`) is a server of children (`conf.children.running`) that has imported
+The trial server (`python -m workers.trial`) is a server of children (`conf.children.running`) that has imported
 torch and forks a child per trial. A worker executes it and never forks it, because a worker under Ray has many threads.
 The server imports what the first training step needs (`prepare`), but runs no operator and does not touch CUDA. A child
 therefore starts within milliseconds with a clean context and allocator; it calls `run`.
@@ -37,7 +37,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +45,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from conf.children.containment import become_subreaper, die_with_parent, run_as_child
-from conf.children.running import receive, run_server
+from conf.children.running import receive
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, shortened
 from workers.devices import (
@@ -91,13 +90,11 @@ def prepare() -> dict[str, Any]:
         from featurize.trace import import_tracer
 
         import_tracer()
-        import workers.devices.simulated
+        import workers.devices.simulated  # noqa: F401  once for all trials
     else:
         from featurize.training.training_step import preload
 
         preload()
-    import workers.trial.body  # noqa: F401  by its name, as children look it up
-
     search_working_folder()
     return software_environment()
 
@@ -438,7 +435,3 @@ def is_device_fault(backend: str, error_type: str, error: str) -> bool:
         return False
     message = error.rpartition(f"{error_type}: ")[2]
     return any(mark in message for mark in _DEVICE_FAULT_MARKS)
-
-
-if __name__ == "__main__":
-    run_server(int(sys.argv[1]), "", prepare)

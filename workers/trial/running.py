@@ -57,7 +57,7 @@ class TrialServer(ChildServer):
         python = environment.get(PYTHON_VARIABLE, sys.executable)
         # NumPy's OpenBLAS would start threads at import, but a process that forks must have a single thread.
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
-        super().__init__([python, "-m", "workers.trial.body"], variables, keeps_output=True)
+        super().__init__([python, "-m", "workers.trial"], variables, keeps_output=True)
 
 
 class MpsUnavailable(RuntimeError):
