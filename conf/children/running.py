@@ -65,7 +65,7 @@ _ROOT = Path(__file__).parents[2]  # the folder of this project's packages
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk is slow
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _CLOSE_TIMEOUT_S = 15.0
-_PART_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class ServerLost(EnvironmentProblem):
@@ -264,7 +264,7 @@ class ChildServer:
                 ours.sendall(question)
                 ours.shutdown(socket.SHUT_WR)
             written = bytearray()
-            while part := receive(ours, _PART_BYTES):
+            while part := receive(ours, _CHUNK_BYTES):
                 written += part
             try:
                 return bytes(written), child.wait()
@@ -334,7 +334,6 @@ def local_server(
 # ---- the server and the keepers
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
-_CHUNK_BYTES = 1 << 16
 _DRAIN_CHUNKS = 64  # most chunks to read at once, because other work waits meanwhile
 _LOOK_S = 0.1
 _ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored: a keeper ends with its child or caller

@@ -504,7 +504,9 @@ MATCHES = "every other box that a detector proposes matches an object, so that i
 _EVERY = 2
 
 
-def detection_as_trained(cast: Callable[..., Any], assume: Callable[[str], None]) -> Iterator[Change]:
+def detection_as_trained(
+    cast: Callable[[Any, torch.dtype | None], Any], assume: Callable[[str], None]
+) -> Iterator[Change]:
     """Yield the changes that make torchvision's detectors run on meta tensors, if torchvision's operators are imported.
 
     The number of proposals that survive depends on computed values. The configured limits are assumed, since a step
@@ -551,7 +553,7 @@ def _nms(
 
 def _roi_align(
     original: Callable[..., Tensor],
-    cast: Callable[..., Any],
+    cast: Callable[[Any, torch.dtype | None], Any],
     input: Tensor,
     boxes: Tensor | Sequence[Tensor],
     output_size: int | tuple[int, int],
